@@ -1,0 +1,1 @@
+"""The model zoo: one folder per family, and ``models.reference``, the oracle that shares no code with them."""

@@ -1,0 +1,62 @@
+"""Sections ``checkpoint``, ``metrics``, ``profiling`` and ``debug``: what a run leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torchtrain.config.section import Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    """When training state is saved, kept and resumed."""
+
+    interval: int = 0
+    """Save every this many steps; 0 saves only at the end."""
+    save_final: bool = True
+    """Save after the last step."""
+    async_save: bool = False
+    """Write in the background after staging a copy."""
+    keep_last: int = 3
+    """Whole checkpoints kept; older ones are removed. 0 keeps all."""
+    resume: str | None = None
+    """``auto``: the newest whole checkpoint of ``training.output_dir``, if any; or a path; null starts anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig(Section):
+    """What is logged, where."""
+
+    log_interval: int = 1
+    """Steps between console lines."""
+    console: Literal["auto", "plain", "rich"] = "auto"
+    """``auto``: a live bar on a terminal, plain lines elsewhere."""
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    wandb: bool = False
+    """Log to Weights & Biases too; the package must be installed."""
+    wandb_project: str = "torchtrain"
+    """Project name there."""
+    peak_flops: float | None = None
+    """Peak FLOP/s of one device for MFU; null looks the device up and leaves MFU out where unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilingConfig(Section):
+    """Traces and memory snapshots on a schedule."""
+
+    trace_interval: int = 0
+    """Record a profiler trace every this many steps; 0 never."""
+    trace_steps: int = 1
+    """Steps recorded each time."""
+    memory_snapshot_interval: int = 0
+    """Dump an allocator snapshot every this many steps, on devices that have one; 0 never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebugConfig(Section):
+    """Instruments for looking inside."""
+
+    comm_trace: bool = False
+    """Write every collective to ``comm_trace.jsonl``."""

@@ -1,0 +1,32 @@
+"""What a family tells the trainer about itself, in one frozen record.
+
+Not a registry: ``models.registry`` finds families, and only the entry points read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torchtrain.config.job import Job
+from torchtrain.distributed.meshes import Meshes
+from torchtrain.nn.init import InitRule
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A family, for whoever builds, shards, initialises and measures a model of it."""
+
+    name: str
+    """Family name, as in ``model.name``."""
+    build: Callable[[Any], nn.Module]
+    """Architecture in, single-device model out, on the current device context; parameter values are undefined."""
+    parallelize: Callable[[nn.Module, Job, Meshes], nn.Module]
+    """Applies activation checkpointing, compile and FSDP in the family's order; returns the same model."""
+    init_rule: Callable[[Any, str], InitRule]
+    """``(architecture, parameter fqn)`` to how that parameter is drawn."""
+    flops_per_token: Callable[[Any, int], float]
+    """``(architecture, seq_len)`` to training FLOPs per token, forward and backward; see ``nn.flops``."""
