@@ -1,0 +1,1 @@
+"""Real ranks over gloo, through the rank pool."""

@@ -1,0 +1,1 @@
+"""One process, no process group; mirrors the source tree."""

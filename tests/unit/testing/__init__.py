@@ -1,0 +1,1 @@
+"""The rank pool and the comparisons themselves."""

@@ -1,0 +1,1 @@
+"""What tests need: functions on real ranks, comparison, named tolerances."""
