@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from torchtrain.errors import ConfigError
+from torchtrain.runtime import device as device_module
+from torchtrain.runtime.device import (
+    count_accelerators,
+    default_backend,
+    device_description,
+    find_peak_flops,
+    has_fused_adamw,
+    has_memory_snapshot,
+    peak_flops,
+    peak_memory_bytes,
+    reset_peak_memory,
+    resolve_device,
+    synchronize,
+)
+
+CPU = torch.device("cpu")
+without_accelerator = pytest.mark.skipif(count_accelerators() > 0, reason="this machine has an accelerator")
+
+
+def test_the_cpu_answers_every_question():
+    assert resolve_device("cpu", 3) == CPU
+    assert default_backend(CPU) == "gloo"
+    assert has_fused_adamw(CPU)
+    assert peak_flops(CPU) is None
+    assert not has_memory_snapshot(CPU)
+    assert "CPU" in device_description(CPU)
+    synchronize(CPU)
+    reset_peak_memory(CPU)
+
+
+def test_cpu_memory_mark_grows_with_use():
+    before = peak_memory_bytes(CPU)
+    assert before > 50 * 2**20
+    ballast = torch.ones(int(before / 4 * 1.5))
+    assert peak_memory_bytes(CPU) > before
+    del ballast
+
+
+@without_accelerator
+def test_auto_falls_back_to_the_cpu():
+    assert resolve_device("auto", 0) == CPU
+
+
+@without_accelerator
+@pytest.mark.parametrize("name", ["cuda", "npu"])
+def test_an_absent_accelerator_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"accelerator.device = '{name}'.*auto or cpu"):
+        resolve_device(name, 0)
+
+
+@pytest.mark.parametrize(
+    ("device_name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 3060", None),
+    ],
+)
+def test_peak_flops_goes_by_the_driver_name(device_name, tflops):
+    assert find_peak_flops(device_name) == (None if tflops is None else tflops * 1e12)
+
+
+def test_the_private_snapshot_api_is_still_there():
+    assert callable(torch.cuda.memory._record_memory_history)
+    assert callable(torch.cuda.memory._dump_snapshot)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(count_accelerators() == 0, reason="needs an accelerator")
+def test_accelerator_memory_mark_can_be_reset():
+    device = resolve_device("auto", 0)
+    ballast = torch.ones(2**26, device=device)
+    synchronize(device)
+    assert peak_memory_bytes(device) >= 2**28
+    del ballast
+    reset_peak_memory(device)
+    assert peak_memory_bytes(device) < 2**28
+    assert device_module.default_backend(device).startswith("cpu:gloo")
