@@ -6,12 +6,12 @@ EXACT = 0.0
 """Same operations on the same numbers in the same order: restarts, refactors, copies. Anything else is a fault."""
 
 FP32_SCALAR = 1e-5
-"""Loss and gradient norm in fp32: summed over many elements, so that rounding (6e-8 each) averages out. What remains is the
-order of sums across ranks, measured at 1e-7 to 1e-6."""
+"""Loss and gradient norm in fp32: summed over many elements, so that rounding (6e-8 each) averages out. What remains is
+the order of sums across ranks, measured at 1e-7 to 1e-6."""
 
 FP32_TENSOR = 1e-4
-"""One gradient or weight tensor in fp32: small tensors at the end of a deep backward amplify the order of sums, and AdamW
-divides by the root of a moment that may be as small as the rounding."""
+"""One gradient or weight tensor in fp32: small tensors at the end of a deep backward amplify the order of sums, and
+AdamW divides by the root of a moment that may be as small as the rounding."""
 
 BF16_SCALAR = 1e-2
 """Loss and gradient norm with bf16 compute: 8 bits of mantissa are 4e-3 a rounding, part of which averages out."""
@@ -20,5 +20,5 @@ BF16_TENSOR = 5e-2
 """One gradient tensor with bf16 compute or reduction: several 4e-3 roundings add up along the backward."""
 
 MODEL_OUTPUT = 1e-5
-"""Logits of two fp32 implementations of one architecture: fused and unfused attention differ in the order of sums; measured
-at 2e-6 against Hugging Face."""
+"""Logits of two fp32 implementations of one architecture: fused and unfused attention differ in the order of sums;
+measured at 2e-6 against Hugging Face."""
