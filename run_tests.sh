@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Run every check and the whole test suite: ./run_tests.sh [words for pytest ...]
+#
+# Makes .venv and installs on the first start. With words for pytest (-k name, a path, -x ...) only pytest runs.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")"
+. scripts/setup.sh
+set_up_environment test,dev
+
+if [ $# -eq 0 ]; then
+    scripts/check.sh --static
+fi
+# One thread a process: the tests start up to eight ranks at once.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec .venv/bin/python -m pytest "$@"
