@@ -1,0 +1,1 @@
+"""Oracles: plain torch, nothing of ours, written for reading."""

@@ -1,0 +1,1 @@
+"""Single-device parts that every family is built from. Knows nothing of ranks."""

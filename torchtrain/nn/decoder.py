@@ -1,0 +1,81 @@
+"""The decoder every family is: embedding, blocks, final norm, head.
+
+Shape legend: B = batch, T = tokens, D = hidden size, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from torchtrain.nn.decoder_block import DecoderBlock
+from torchtrain.nn.rms_norm import RMSNorm
+from torchtrain.nn.rope import RopeConfig, build_rotary_table
+
+
+class Decoder(nn.Module):
+    """A causal language model on one device, or one pipeline stage of it.
+
+    Any of ``embed_tokens``, ``norm`` and ``lm_head`` may be ``None``, and any entry of ``layers`` missing: what is absent
+    is passed over, and what remains keeps its name. Names are Hugging Face's without the leading ``model.``.
+    """
+
+    def __init__(
+        self,
+        *,
+        embed_tokens: nn.Embedding,
+        layers: Iterable[DecoderBlock],
+        norm: RMSNorm,
+        lm_head: nn.Linear,
+        rope: RopeConfig,
+        tie_word_embeddings: bool,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens: nn.Embedding | None = embed_tokens
+        self.layers = nn.ModuleDict({str(index): layer for index, layer in enumerate(layers)})
+        self.norm: RMSNorm | None = norm
+        self.lm_head: nn.Linear | None = lm_head
+        self.rope = rope
+        self.tie_word_embeddings = tie_word_embeddings
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make head and embedding one parameter where the model ties them.
+
+        Call it again after anything that replaces parameters, such as ``to_empty``, which would leave two.
+        """
+        if self.tie_word_embeddings and self.lm_head is not None and self.embed_tokens is not None:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(
+        self, inputs: Tensor, positions_BT: Tensor | None = None, document_ids_BT: Tensor | None = None
+    ) -> Tensor:
+        """Compute logits, or the residual stream on a stage without a head.
+
+        Args:
+            inputs: ``input_ids_BT`` int64, or on a stage without embedding the residual stream ``x_BTD``.
+            positions_BT: int64 position of each token in its document; ``None`` counts along the row.
+            document_ids_BT: Integer ids, equal inside a document; ``None`` where a row is one document.
+
+        Returns:
+            ``logits_BTV`` in the compute dtype.
+        """
+        x_BTD = inputs if self.embed_tokens is None else self.embed_tokens(inputs)
+        blocks = self.blocks()
+        if blocks:
+            if positions_BT is None:
+                positions_BT = torch.arange(inputs.shape[1], device=inputs.device)[None]
+            rope = build_rotary_table(positions_BT, self.rope)
+            mask = blocks[0].self_attn.core.build_mask(document_ids_BT)
+            for block in blocks:
+                x_BTD = block(x_BTD, rope, mask)
+        if self.norm is not None:
+            x_BTD = self.norm(x_BTD)
+        return x_BTD if self.lm_head is None else self.lm_head(x_BTD)
+
+    def blocks(self) -> list[DecoderBlock]:
+        """List this stage's blocks in execution order."""
+        return [cast(DecoderBlock, block) for block in self.layers.values()]
