@@ -1,0 +1,47 @@
+"""What the trainer says about a step or an evaluation. Plain numbers, already reduced over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One optimizer step."""
+
+    step: int
+    """Counted from 1: the number of steps done."""
+    loss: float
+    """Global token mean."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    """Learning rate this step was taken with."""
+    tokens_per_second: float
+    """Over all ranks."""
+    tokens_seen: int
+    """Over all ranks, since the first step of the run."""
+    step_time_s: float
+    """Wall time of the step, data wait included."""
+    data_wait_s: float
+    """Part of it spent waiting for batches."""
+    peak_memory_bytes: int
+    """Of one rank; see ``runtime.device.peak_memory_bytes``."""
+    mfu: float | None = None
+    """Share of the devices' peak, 0 to 1; see ``metrics.throughput``. ``None`` where the peak is unknown."""
+    loss_by_source: dict[str, float] = field(default_factory=dict)
+    """Token mean per dataset source; reported where there are several."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalReport:
+    """One evaluation on held-out sequences."""
+
+    step: int
+    """Steps done before it."""
+    loss: float
+    """Global token mean."""
+    tokens: int
+    """Valid labels it was taken over."""
+    time_s: float
+    """Wall time."""
