@@ -12,4 +12,4 @@ from pydantic import ConfigDict
 class Section:
     """A frozen group of job keys. Field docstrings stand under the fields and become the reference page."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

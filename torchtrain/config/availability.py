@@ -1,0 +1,65 @@
+"""What a job may already say but this version does not do yet. Not silently ignored: it stops the run.
+
+A feature that arrives removes its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torchtrain.config.job import Job
+from torchtrain.config.schema import value_at
+from torchtrain.errors import Fault
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """A key of which only some values work so far."""
+
+    path: str
+    feature: str
+    is_available: Callable[[Any], bool]
+    use: str
+    """The values that work."""
+
+
+def _is_one(size: int | None) -> bool:
+    return size is None or size <= 1  # sizes below 1 are another rule's fault
+
+
+def _is_off(value: object) -> bool:
+    return not value
+
+
+NOT_YET = (
+    Unavailable("accelerator.tp_size", "tensor parallelism", _is_one, "1"),
+    Unavailable("accelerator.cp_size", "context parallelism", _is_one, "1"),
+    Unavailable("accelerator.ep_size", "expert parallelism", _is_one, "1"),
+    Unavailable("accelerator.pp_size", "pipeline parallelism", _is_one, "1"),
+    Unavailable("accelerator.sequence_parallel", "sequence parallelism", _is_off, "false"),
+    Unavailable("accelerator.loss_parallel", "loss parallelism", _is_off, "false"),
+    Unavailable("fsdp_config.replicate_params", "keeping single parameters whole", _is_off, "[]"),
+    Unavailable("fsdp_config.mix_precision.fp32_main_grad", "the fp32 main gradient", _is_off, "false"),
+    Unavailable("optimizer.fp32_main_params", "the fp32 main parameters", _is_off, "false"),
+    Unavailable("fsdp_config.enable_offload", "CPU offload", _is_off, "false"),
+    Unavailable("fsdp_config.comm_fusion", "the choice of communication fusion", _is_off, "false"),
+    Unavailable("dist_config.name", "the plugin fsdpturbo", lambda name: name == "fsdp2", "fsdp2"),
+    Unavailable("dist_config.ep_dispatcher", "any other expert dispatcher", lambda name: name == "eager", "eager"),
+    Unavailable("kernel_config.name", "kernel plugins", lambda names: names.strip() == "auto", "auto"),
+    Unavailable("kernel_config.include_kernels", "kernel plugins", lambda names: names is None, "null"),
+    Unavailable("model.hf_path", "starting from Hugging Face weights", lambda path: path is None, "null"),
+    Unavailable("debug.comm_trace", "the trace of collectives", _is_off, "false"),
+)
+
+
+def find_unavailable(job: Job) -> list[Fault]:
+    """One fault for each key that asks for something this version does not do yet."""
+    faults = []
+    for row in NOT_YET:
+        value = value_at(job, row.path)
+        if not row.is_available(value):
+            shown = list(value) if isinstance(value, tuple) else value
+            faults.append(Fault(row.path, shown, f"not available yet ({row.feature})", f"use {row.use} for now"))
+    return faults

@@ -1,0 +1,1 @@
+"""Many devices: who stands where, and who holds which part of which parameter."""

@@ -1,0 +1,247 @@
+"""The sizes of every parallel axis and which rank stands where: pure arithmetic, no torch, no process group.
+
+One pipeline stage is a contiguous block of ranks. Inside it the same ranks carry three grids: ``device_mesh`` (dp, cp, tp),
+``fsdp_non_moe_mesh`` (fsdp_replicate, fsdp_shard, tp), which is dp x cp reshaped, and ``fsdp_moe_mesh`` (edp_replicate,
+edp_shard, ep), which lays the whole stage out anew with the expert ranks innermost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchtrain.config.job import Job
+from torchtrain.config.rules import find_size_faults, nearest_divisors, nearest_multiples
+from torchtrain.config.training import TrainingConfig
+from torchtrain.errors import Fault, TopologyError
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """A contiguous block of ranks laid out on named axes, the last axis fastest."""
+
+    axis_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    first_rank: int
+
+    @property
+    def ranks(self) -> range:
+        """All ranks, in grid order."""
+        return range(self.first_rank, self.first_rank + math.prod(self.shape))
+
+    def nested(self) -> list[Any]:
+        """The ranks as nested lists of this shape, as a device mesh takes them."""
+        rows: list[Any] = list(self.ranks)
+        for size in reversed(self.shape[1:]):
+            rows = [rows[start : start + size] for start in range(0, len(rows), size)]
+        return rows
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Where a rank stands on each axis."""
+        offset, coordinate = rank - self.first_rank, []
+        for size in reversed(self.shape):
+            offset, position = divmod(offset, size)
+            coordinate.append(position)
+        return tuple(reversed(coordinate))
+
+    def groups(self, axis_name: str) -> tuple[tuple[int, ...], ...]:
+        """The rank groups along one axis; each rank is in exactly one."""
+        axis = self.axis_names.index(axis_name)
+        stride = math.prod(self.shape[axis + 1 :])
+        starts = (rank for rank in self.ranks if self.coordinate(rank)[axis] == 0)
+        return tuple(tuple(range(start, start + stride * self.shape[axis], stride)) for start in starts)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Every size of one job on one world, each a positive integer."""
+
+    world_size: int
+    pp_size: int
+    dp_size: int
+    cp_size: int
+    tp_size: int
+    ep_size: int
+    dp_replicate_size: int
+    dp_shard_size: int
+    edp_size: int
+    edp_replicate_size: int
+    edp_shard_size: int
+
+    @classmethod
+    def resolve(cls, job: Job, world_size: int) -> Topology:
+        """Derive every size.
+
+        Raises:
+            TopologyError: The sizes do not fit each other or the world.
+        """
+        faults = find_size_faults(job) or find_topology_faults(job, world_size)
+        if faults:
+            raise TopologyError(faults)
+        sizes, ep_size = job.accelerator, expert_parallel_size(job)
+        stage_size = world_size // sizes.pp_size
+        domain, edp_size = stage_size // sizes.tp_size, stage_size // ep_size
+        return cls(
+            world_size=world_size,
+            pp_size=sizes.pp_size,
+            dp_size=domain // sizes.cp_size,
+            cp_size=sizes.cp_size,
+            tp_size=sizes.tp_size,
+            ep_size=ep_size,
+            dp_replicate_size=domain // job.fsdp_config.dp_shard_size,
+            dp_shard_size=job.fsdp_config.dp_shard_size,
+            edp_size=edp_size,
+            edp_replicate_size=edp_size // job.fsdp_config.edp_shard_size,
+            edp_shard_size=job.fsdp_config.edp_shard_size,
+        )
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.world_size // self.pp_size
+
+    @property
+    def fsdp_domain_size(self) -> int:
+        """Ranks over which dense gradients are summed: dp x cp."""
+        return self.dp_size * self.cp_size
+
+    @property
+    def has_fsdp_domain(self) -> bool:
+        """Whether any parameter is sharded or replicated over more than one rank by FSDP.
+
+        Dense parameters on dp x cp, or, with expert parallelism, routed experts on edp: with dp x cp = 1 and tp > ep the
+        experts alone still need their gradients summed.
+        """
+        return self.fsdp_domain_size > 1 or (self.ep_size > 1 and self.edp_size > 1)
+
+    def gradient_accumulation_steps(self, training: TrainingConfig) -> int:
+        """Micro-batches per optimizer step and rank."""
+        return training.global_batch_size // (training.micro_batch_size * self.dp_size)
+
+    def device_mesh_ranks(self, pp_stage: int = 0) -> RankGrid:
+        """(dp, cp, tp) of one stage, for the planner, TP and CP, batches and the loss."""
+        return self._grid(pp_stage, dp=self.dp_size, cp=self.cp_size, tp=self.tp_size)
+
+    def fsdp_non_moe_mesh_ranks(self, pp_stage: int = 0) -> RankGrid:
+        """(fsdp_replicate, fsdp_shard, tp) of one stage: the same ranks, dp x cp reshaped."""
+        return self._grid(
+            pp_stage, fsdp_replicate=self.dp_replicate_size, fsdp_shard=self.dp_shard_size, tp=self.tp_size
+        )
+
+    def fsdp_moe_mesh_ranks(self, pp_stage: int = 0) -> RankGrid:
+        """(edp_replicate, edp_shard, ep) over the whole of one stage, ep innermost."""
+        return self._grid(
+            pp_stage, edp_replicate=self.edp_replicate_size, edp_shard=self.edp_shard_size, ep=self.ep_size
+        )
+
+    def _grid(self, pp_stage: int, **axes: int) -> RankGrid:
+        return RankGrid(tuple(axes), tuple(axes.values()), first_rank=pp_stage * self.stage_size)
+
+
+def expert_parallel_size(job: Job) -> int:
+    """Expert-parallel ranks: under fsdpturbo the plugin's key, else the public one."""
+    return job.dist_config.ep_size or 1 if job.dist_config.name == "fsdpturbo" else job.accelerator.ep_size
+
+
+def find_topology_faults(job: Job, world_size: int) -> list[Fault]:
+    """Check the sizes of a job against the world.
+
+    Sizes that are wrong by themselves are `find_job_faults`'s; with those, nothing is said about the world.
+    """
+    if find_size_faults(job):
+        return []
+    indivisible = _find_indivisible_world(job, world_size)
+    if indivisible is not None:
+        return [indivisible]
+    return list(_find_domain_faults(job, world_size))
+
+
+def find_topology_warnings(job: Job, topology: Topology) -> list[str]:
+    """Settings without effect on this topology, each with the condition that is missing."""
+    warnings = []
+    fsdp = job.fsdp_config
+    if topology.gradient_accumulation_steps(job.training) == 1:
+        for name in ("reshard_after_backward", "requires_grad_sync"):
+            if not getattr(fsdp, name):
+                warnings.append(
+                    f"fsdp_config.{name}: false has no effect: it needs more than one micro-batch per step, that is "
+                    f"training.global_batch_size > training.micro_batch_size x dp_size = {job.training.global_batch_size}"
+                )
+    if not topology.has_fsdp_domain:
+        for name in ("reduce_dtype", "output_dtype"):
+            if getattr(fsdp.mix_precision, name) is not None:
+                warnings.append(
+                    f"fsdp_config.mix_precision.{name} has no effect: it needs more than one data-parallel rank"
+                )
+    return warnings
+
+
+def _find_indivisible_world(job: Job, world_size: int) -> Fault | None:
+    sizes = {name: getattr(job.accelerator, name) for name in ("tp_size", "cp_size", "pp_size")}
+    product, remaining = math.prod(sizes.values()), world_size
+    for name, size in sizes.items():
+        if remaining % size:
+            return Fault(
+                f"accelerator.{name}",
+                size,
+                f"accelerator.tp_size x accelerator.cp_size x accelerator.pp_size = {product} must divide the world size "
+                f"{world_size}",
+                f"start {nearest_multiples(world_size, of=product)} ranks, or set accelerator.{name} to "
+                f"{nearest_divisors(size, of=remaining)}",
+            )
+        remaining //= size
+    return None
+
+
+def _find_domain_faults(job: Job, world_size: int) -> Iterator[Fault]:
+    accelerator, fsdp, ep_size = job.accelerator, job.fsdp_config, expert_parallel_size(job)
+    stage_size = world_size // accelerator.pp_size
+    domain = stage_size // accelerator.tp_size
+    if domain % fsdp.dp_shard_size:
+        yield Fault(
+            "fsdp_config.dp_shard_size",
+            fsdp.dp_shard_size,
+            f"must divide the FSDP domain dp_size x cp_size = {domain // accelerator.cp_size} x {accelerator.cp_size} = "
+            f"{domain} (world size {world_size})",
+            f"use {nearest_divisors(fsdp.dp_shard_size, of=domain)}",
+        )
+    if stage_size % ep_size:
+        path = "dist_config.ep_size" if job.dist_config.name == "fsdpturbo" else "accelerator.ep_size"
+        yield Fault(
+            path,
+            ep_size,
+            f"must divide the expert domain dp_size x cp_size x tp_size = {stage_size} (world size {world_size})",
+            f"use {nearest_divisors(ep_size, of=stage_size)}",
+        )
+    elif (edp_size := stage_size // ep_size) % fsdp.edp_shard_size:
+        yield Fault(
+            "fsdp_config.edp_shard_size",
+            fsdp.edp_shard_size,
+            f"must divide the expert-data-parallel domain {stage_size} / ep_size {ep_size} = {edp_size}",
+            f"use {nearest_divisors(fsdp.edp_shard_size, of=edp_size)}",
+        )
+    if job.compile.fullgraph and (domain > 1 or (ep_size > 1 and stage_size > ep_size)):
+        yield Fault(
+            "compile.fullgraph",
+            True,
+            f"must be false with FSDP, whose hooks break the graph (FSDP domain {domain})",
+            "set compile.fullgraph: false",
+        )
+    yield from _find_batch_faults(job.training, dp_size=domain // accelerator.cp_size)
+
+
+def _find_batch_faults(training: TrainingConfig, *, dp_size: int) -> Iterator[Fault]:
+    total, micro = training.global_batch_size, training.micro_batch_size
+    if total % (micro * dp_size) == 0:
+        return
+    fix = f"use {nearest_multiples(total, of=micro * dp_size)}"
+    if total % dp_size == 0:
+        fix += f", or set training.micro_batch_size to {nearest_divisors(micro, of=total // dp_size)}"
+    yield Fault(
+        "training.global_batch_size",
+        total,
+        f"must be a multiple of training.micro_batch_size x dp_size = {micro} x {dp_size} = {micro * dp_size}",
+        fix,
+    )
