@@ -1,0 +1,1 @@
+"""Optimizer, schedule and loss scaler."""

@@ -1,0 +1,1 @@
+"""Optimizers from the job, the learning rate over time, and the scale of fp16 losses."""
