@@ -7,8 +7,8 @@ lowers MFU instead of flattering it. The peak is the device's dense bf16 rate wh
 from __future__ import annotations
 
 
-def model_flops_utilization(
-    *, tokens_per_second: float, flops_per_token: float, peak_flops: float | None, num_devices: int
+def mfu(
+    tokens_per_second: float, *, flops_per_token: float, peak_flops: float | None, num_devices: int
 ) -> float | None:
     """Compute MFU = tokens/s x FLOPs/token / (devices x peak FLOP/s).
 
