@@ -6,6 +6,9 @@ import dataclasses
 import json
 from typing import Any
 
+from ruamel.yaml.error import YAMLError
+
+from torchtrain.config.files import parse_yaml
 from torchtrain.config.nearest import did_you_mean, nearest_path
 from torchtrain.config.removed import explain_removed
 from torchtrain.config.schema import Key, job_keys, pattern_of
@@ -45,6 +48,8 @@ def _explain_unknown(path: str, value: object) -> Fault:
     if removed is not None:
         return Fault(path, value, removed.why, removed.instead)
     known = nearest_path(pattern_of(path), job_keys())
+    if known is not None and "*" in known and pattern_of(path).rpartition(".")[0] == known.rpartition(".")[0]:
+        known = f"{path.rpartition('.')[0]}.{known.rpartition('.')[2]}"  # the same list element, by its index
     guess = f"did you mean {known}?" if known else "remove it; docs/config_reference.md lists every key"
     return Fault(path, value, "is not a key of the job", guess)
 
@@ -69,15 +74,24 @@ def _fix(kind: str, value: object, key: Key | None) -> str:
         return "write its keys below it, or leave it out to take every default"
     if isinstance(value, float) and value.is_integer() and kind.startswith("int"):
         return f"write {int(value)}"
-    if kind == "string_type" and not isinstance(value, list | dict | None):
+    if kind == "string_type" and isinstance(value, bool | int | float):
         return f'quote it: "{json.dumps(value)}"'
-    if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):
-        return "write it without quotes" + _default_hint(key)
-    return f"correct it{_default_hint(key)}"
+    if kind == "string_type" and isinstance(value, dict):
+        return "quote it where it holds a colon and a space"
+    if isinstance(value, str) and _reads_as_another_type(value):
+        return f"write {value} without quotes"
+    return f"write one{_default_hint(key)}"
+
+
+def _reads_as_another_type(text: str) -> bool:
+    try:
+        return isinstance(parse_yaml(text), bool | int | float)
+    except YAMLError:
+        return False
 
 
 def _default_hint(key: Key | None) -> str:
     if key is None or key.default is dataclasses.MISSING:
         return ""
     default = list(key.default) if isinstance(key.default, tuple) else key.default
-    return f" (the default is {json.dumps(default, default=str)})"
+    return f", such as the default {json.dumps(default, default=str)}"

@@ -74,7 +74,8 @@ def collect_faults(reading: JobReading, *later: Iterable[Fault]) -> list[Fault]:
     unread = [fault.path for fault in reading.faults]
     faults = list(reading.faults)
     for fault in (fault for group in later for fault in group):
-        if not any(_follows_from(fault, path) for path in unread):
+        # A list, not a set: a fault may carry a list or a mapping.
+        if fault not in faults and not any(_follows_from(fault, path) for path in unread):
             faults.append(fault)
     return faults
 
@@ -93,7 +94,9 @@ def _validate(mapping: Mapping) -> tuple[Job, list[Fault]]:
             return _ADAPTER.validate_json(text), faults
         except ValidationError as error:
             details = error.errors(include_url=False)
-        faults += [explain(detail) for detail in details]
+        # What was taken away in the last round may now be missing: that is no second fault.
+        known = {fault.path for fault in faults}
+        faults += [fault for fault in map(explain, details) if fault.path not in known]
         tree = json.loads(text)
         # Deepest and last first, so that removing a list element moves no index still to come.
         for location in sorted({_removal(detail) for detail in details}, reverse=True):

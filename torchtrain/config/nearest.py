@@ -22,8 +22,8 @@ def nearest_name(name: str, names: Collection[str]) -> str | None:
 def nearest_path(path: str, known_paths: Collection[str]) -> str | None:
     """The known job path that a wrong one was meant to be.
 
-    A name that exists in exactly one other section wins, since a misplaced key is spelt right; then a similar name in the
-    same section; then the exact or a similar name anywhere.
+    A name that exists in exactly one other section wins, since a misplaced key is spelt right; then a similar name in
+    the same section; then the exact or a similar name anywhere.
     """
     parent, _, name = path.rpartition(".")
     by_name: dict[str, list[str]] = {}

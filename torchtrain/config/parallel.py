@@ -27,7 +27,7 @@ class AcceleratorConfig(Section):
     ep_size: int = 1
     """Expert-parallel ranks, carved out of dp x cp x tp of one pipeline stage."""
     pp_size: int = 1
-    """Pipeline stages groups (ranks along the pipeline)."""
+    """Pipeline stages, each a contiguous block of ranks."""
     sequence_parallel: bool = False
     """With TP, shard the activations between blocks along the sequence."""
     loss_parallel: bool = False

@@ -55,7 +55,7 @@ class ActivationCheckpointConfig(Section):
     """What is recomputed in backward instead of kept."""
 
     mode: Literal["none", "full", "selective_op", "every_nth_block"] = "none"
-    """``full``: every block; ``selective_op``: keep matmul and attention outputs; ``every_nth_block``: full, on some."""
+    """``full``: every block; ``selective_op``: keep matmul and attention outputs; ``every_nth_block``: some blocks."""
     every_n_blocks: int = 2
     """For ``every_nth_block``: checkpoint one block in this many."""
 

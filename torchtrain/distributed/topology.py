@@ -1,8 +1,8 @@
 """The sizes of every parallel axis and which rank stands where: pure arithmetic, no torch, no process group.
 
-One pipeline stage is a contiguous block of ranks. Inside it the same ranks carry three grids: ``device_mesh`` (dp, cp, tp),
-``fsdp_non_moe_mesh`` (fsdp_replicate, fsdp_shard, tp), which is dp x cp reshaped, and ``fsdp_moe_mesh`` (edp_replicate,
-edp_shard, ep), which lays the whole stage out anew with the expert ranks innermost.
+One pipeline stage is a contiguous block of ranks. Inside it the same ranks carry three grids: ``device_mesh`` (dp, cp,
+tp), ``fsdp_non_moe_mesh`` (fsdp_replicate, fsdp_shard, tp), which is dp x cp reshaped, and ``fsdp_moe_mesh``
+(edp_replicate, edp_shard, ep), which lays the whole stage out anew with the expert ranks innermost.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Topology:
     def has_fsdp_domain(self) -> bool:
         """Whether any parameter is sharded or replicated over more than one rank by FSDP.
 
-        Dense parameters on dp x cp, or, with expert parallelism, routed experts on edp: with dp x cp = 1 and tp > ep the
-        experts alone still need their gradients summed.
+        Dense parameters on dp x cp, or, with expert parallelism, routed experts on edp: with dp x cp = 1 and tp > ep
+        the experts alone still need their gradients summed.
         """
         return self.fsdp_domain_size > 1 or (self.ep_size > 1 and self.edp_size > 1)
 
