@@ -1,0 +1,1 @@
+"""Many documents: from files to sequences that are the same whoever reads them."""
