@@ -6,16 +6,17 @@ A family is a folder of four files: ``architecture`` (``PRESETS``, ``find_archit
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
+from torchtrain.config.explain import explain
+from torchtrain.config.nearest import did_you_mean
 from torchtrain.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def resolve_architecture(name: str, preset: str, overrides: Mapping[str, Any]) -
     _refuse(_family_faults(name))
     family = importlib.import_module(f"models.{name}.architecture")
     if preset not in family.PRESETS:
-        fix = _nearest_of(preset, family.PRESETS)
+        fix = did_you_mean(preset, family.PRESETS)
         raise ConfigError([Fault(path="model.preset", value=preset, rule=f"must name a size of {name}", fix=fix)])
     base = family.PRESETS[preset]
     faults = _override_faults(family, base, overrides)
@@ -74,17 +75,22 @@ def _override_faults(family: ModuleType, base: Any, overrides: Mapping[str, Any]
     known = [field.name for field in fields(base)]
     rule = "must name a field of the architecture"
     faults = [
-        Fault(path=f"model.overrides.{field}", value=value, rule=rule, fix=_nearest_of(field, known))
+        Fault(path=f"model.overrides.{field}", value=value, rule=rule, fix=did_you_mean(field, known))
         for field, value in overrides.items()
         if field not in known
     ]
     try:
         _apply(base, {field: value for field, value in overrides.items() if field in known})
     except ValidationError as error:
-        for detail in error.errors():
-            path = ".".join(["model.overrides", *(str(part) for part in detail["loc"])])
-            faults.append(Fault(path=path, value=detail["input"], rule=detail["msg"], fix="give a value of that type"))
+        faults.extend(_explain_invalid(detail) for detail in error.errors(include_url=False))
     return faults
+
+
+def _explain_invalid(detail: Any) -> Fault:
+    location = ("model", "overrides", *detail["loc"])
+    if detail["type"] == "unexpected_keyword_argument":
+        return Fault(path=".".join(location), value=detail["input"], rule="is no key of this field", fix="remove it")
+    return explain({**detail, "loc": location})
 
 
 def _apply(base: Any, overrides: Mapping[str, Any]) -> Any:
@@ -100,13 +106,7 @@ def _family_faults(name: str) -> list[Fault]:
     if name in FAMILIES:
         return []
     rule = "must name a model family"
-    return [Fault(path="model.name", value=name, rule=rule, fix=_nearest_of(name, FAMILIES))]
-
-
-def _nearest_of(word: str, known: Iterable[str]) -> str:
-    known = list(known)
-    nearest = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(known)}"
+    return [Fault(path="model.name", value=name, rule=rule, fix=did_you_mean(name, FAMILIES))]
 
 
 def _refuse(faults: list[Fault]) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchtrain.config.training import ActivationCheckpointConfig
 from torchtrain.nn.decoder_block import DecoderBlock
@@ -39,15 +38,11 @@ def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpointCo
     if config.mode == "none":
         return model
     every = config.every_n_blocks if config.mode == "every_nth_block" else 1
-    context_fn = _selective_contexts if config.mode == "selective_op" else noop_context_fn
+    options = {"context_fn": _selective_contexts} if config.mode == "selective_op" else {}
     blocks = [module for module in model.modules() if isinstance(module, DecoderBlock)]
     for block in blocks[::every]:
-        block.forward = _checkpointed(block.forward, context_fn)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options)
     return model
-
-
-def _checkpointed(forward: Callable[..., Tensor], context_fn: Callable) -> Callable[..., Tensor]:
-    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
 
 
 def _selective_contexts() -> tuple:

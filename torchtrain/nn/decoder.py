@@ -19,8 +19,8 @@ from torchtrain.nn.rope import RopeConfig, build_rotary_table
 class Decoder(nn.Module):
     """A causal language model on one device, or one pipeline stage of it.
 
-    Any of ``embed_tokens``, ``norm`` and ``lm_head`` may be ``None``, and any entry of ``layers`` missing: what is absent
-    is passed over, and what remains keeps its name. Names are Hugging Face's without the leading ``model.``.
+    Any of ``embed_tokens``, ``norm`` and ``lm_head`` may be ``None``, and any entry of ``layers`` missing: what is
+    absent is passed over, and what remains keeps its name. Names are Hugging Face's without the leading ``model.``.
     """
 
     def __init__(
@@ -39,16 +39,8 @@ class Decoder(nn.Module):
         self.norm: RMSNorm | None = norm
         self.lm_head: nn.Linear | None = lm_head
         self.rope = rope
-        self.tie_word_embeddings = tie_word_embeddings
-        self.tie_weights()
-
-    def tie_weights(self) -> None:
-        """Make head and embedding one parameter where the model ties them.
-
-        Call it again after anything that replaces parameters, such as ``to_empty``, which would leave two.
-        """
-        if self.tie_word_embeddings and self.lm_head is not None and self.embed_tokens is not None:
-            self.lm_head.weight = self.embed_tokens.weight
+        if tie_word_embeddings:
+            lm_head.weight = embed_tokens.weight
 
     def forward(
         self, inputs: Tensor, positions_BT: Tensor | None = None, document_ids_BT: Tensor | None = None
