@@ -7,11 +7,17 @@ its step: no state of a loader needs to be saved, and it resumes with other rank
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from multiprocessing.synchronize import Event
 
 import numpy as np
 import torch
+from torch import multiprocessing
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -99,13 +105,7 @@ def build_train_loader(
         start_step=start_step,
         stop_step=training.steps,
     )
-    return StatefulDataLoader(
-        _TrainSequences(dataset),
-        batch_sampler=sampler,
-        num_workers=num_workers,
-        collate_fn=collate,
-        worker_init_fn=_ignore_stop_signals,
-    )
+    return _build_loader(_TrainSequences(dataset), sampler, num_workers=num_workers)
 
 
 def build_eval_loader(
@@ -131,7 +131,7 @@ def build_eval_loader(
         start_step=0,
         stop_step=-(-num_sequences // round_size),
     )
-    return StatefulDataLoader(_EvalSequences(dataset, num_sequences), batch_sampler=sampler, collate_fn=collate)
+    return _build_loader(_EvalSequences(dataset, num_sequences), sampler, num_workers=0)
 
 
 def collate(sequences: Sequence[TokenSequence]) -> Batch:
@@ -146,7 +146,37 @@ def collate(sequences: Sequence[TokenSequence]) -> Batch:
     )
 
 
-def _ignore_stop_signals(_worker_id: int) -> None:
-    """Leave it to the trainer to stop: it needs its workers until the last checkpoint is written."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _build_loader(
+    sequences: Dataset[TokenSequence], sampler: MicroBatchSampler, *, num_workers: int
+) -> StatefulDataLoader:
+    with warnings.catch_warnings():
+        # torchdata 0.11 calls what torch 2.13 deprecates; a user can do nothing about it.
+        warnings.filterwarnings("ignore", message=".*set_vital")
+        return StatefulDataLoader(
+            sequences,
+            batch_sampler=sampler,
+            num_workers=num_workers,
+            collate_fn=collate,
+            worker_init_fn=_outlive_stop_signals() if num_workers > 0 else None,
+        )
+
+
+def _outlive_stop_signals() -> Callable[[int], None]:
+    """Make an init function for workers which a stop signal to the whole job does not end.
+
+    The trainer needs them until its last checkpoint is written. But Python, leaving, sends SIGTERM to child processes
+    that are still there and then waits for them: from that moment on they obey.
+    """
+    is_leaving = multiprocessing.Event()
+    # Exit functions run last in, first out: before the one that multiprocessing registered when it was imported.
+    atexit.register(is_leaving.set)
+    return partial(_install_worker_handlers, is_leaving)
+
+
+def _install_worker_handlers(is_leaving: Event, _worker_id: int) -> None:
+    def leave_if_asked(_signal_number: int, _frame: object) -> None:
+        if is_leaving.is_set():
+            os._exit(0)
+
+    signal.signal(signal.SIGTERM, leave_if_asked)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
