@@ -1,1 +1,1 @@
-"""torchtrain: an LLM trainer that can prove its gradients. Nothing is re-exported here; import from the defining module."""
+"""An LLM trainer that can prove its gradients. Nothing is re-exported: import from the defining module."""

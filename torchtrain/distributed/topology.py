@@ -167,7 +167,8 @@ def find_topology_warnings(job: Job, topology: Topology) -> list[str]:
             if not getattr(fsdp, name):
                 warnings.append(
                     f"fsdp_config.{name}: false has no effect: it needs more than one micro-batch per step, that is "
-                    f"training.global_batch_size > training.micro_batch_size x dp_size = {job.training.global_batch_size}"
+                    f"training.global_batch_size above training.micro_batch_size x dp_size = "
+                    f"{job.training.global_batch_size}"
                 )
     if not topology.has_fsdp_domain:
         for name in ("reduce_dtype", "output_dtype"):
@@ -186,8 +187,8 @@ def _find_indivisible_world(job: Job, world_size: int) -> Fault | None:
             return Fault(
                 f"accelerator.{name}",
                 size,
-                f"accelerator.tp_size x accelerator.cp_size x accelerator.pp_size = {product} must divide the world size "
-                f"{world_size}",
+                f"accelerator.tp_size x accelerator.cp_size x accelerator.pp_size = {product} must divide the world "
+                f"size {world_size}",
                 f"start {nearest_multiples(world_size, of=product)} ranks, or set accelerator.{name} to "
                 f"{nearest_divisors(size, of=remaining)}",
             )
@@ -203,8 +204,8 @@ def _find_domain_faults(job: Job, world_size: int) -> Iterator[Fault]:
         yield Fault(
             "fsdp_config.dp_shard_size",
             fsdp.dp_shard_size,
-            f"must divide the FSDP domain dp_size x cp_size = {domain // accelerator.cp_size} x {accelerator.cp_size} = "
-            f"{domain} (world size {world_size})",
+            f"must divide the FSDP domain dp_size x cp_size = {domain // accelerator.cp_size} x {accelerator.cp_size}"
+            f" = {domain} (world size {world_size})",
             f"use {nearest_divisors(fsdp.dp_shard_size, of=domain)}",
         )
     if stage_size % ep_size:

@@ -1,0 +1,1 @@
+"""Every topology against one rank, and the models against references."""

@@ -1,0 +1,152 @@
+"""Runs a job's first steps on real ranks and brings home everything that must not depend on the topology."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from models.registry import load_spec, resolve_architecture
+from torchtrain.config.load import load_job
+from torchtrain.data.batch import Batch
+from torchtrain.distributed.meshes import build_meshes
+from torchtrain.distributed.topology import Topology
+from torchtrain.losses.cross_entropy import IGNORE_INDEX
+from torchtrain.optim.build import build_optimizer
+from torchtrain.optim.loss_scaler import LossScaler
+from torchtrain.tasks.pretrain import PretrainTask
+from torchtrain.testing.ranks import run_ranks
+from torchtrain.trainer.precision import ComputePrecision
+from torchtrain.trainer.run import Run, build_model
+from torchtrain.trainer.step import TrainStep
+
+NUM_STEPS = 3
+VOCAB_SIZE = 101
+
+# Odd sizes everywhere: no parameter's first dim divides by 4, and one rank of four gets nothing of some.
+MODEL = (
+    "model.preset=debug",
+    "model.overrides={vocab_size: 101, hidden_size: 30, intermediate_size: 37, num_hidden_layers: 2, "
+    "num_attention_heads: 3, num_key_value_heads: 1, head_dim: 10, tie_word_embeddings: false}",
+    "dataset.sources=[{path: unused}]",
+    "training.steps=3",
+    "training.seq_len=16",
+    "training.global_batch_size=8",
+    "training.max_grad_norm=0.5",
+    "optimizer.lr=1e-2",
+    "optimizer.fused=false",
+    "accelerator.device=cpu",
+)
+
+
+@dataclass
+class Outcome:
+    """What a run left: whole tensors by fqn, equal in shape on every topology."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    """Per step, after clipping, as the optimizer saw them."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def run_topology(world_size: int, *overrides: str) -> Outcome:
+    """Train ``NUM_STEPS`` steps on real ranks; every rank must report the same scalars."""
+    outcomes = run_ranks(train_on_this_rank, world_size, overrides)
+    first = outcomes[0]
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.losses == first.losses, f"rank {rank} reports another loss"
+        assert outcome.norms == first.norms, f"rank {rank} reports another norm"
+    return first
+
+
+@cache
+def one_rank(*overrides: str) -> Outcome:
+    """The reference: the same job on one rank, computed once per set of overrides."""
+    return run_topology(1, *overrides)
+
+
+def train_on_this_rank(overrides: tuple[str, ...]) -> Outcome:
+    """Build the job as the trainer does and run its steps on made-up batches; runs on a rank."""
+    job = load_job(None, [*MODEL, *overrides])
+    topology = Topology.resolve(job, dist.get_world_size())
+    architecture = resolve_architecture(job.model.name, job.model.preset, job.model.overrides)
+    meshes = build_meshes(topology, torch.device("cpu"))
+    model = build_model(Run(job, load_spec(job.model.name), architecture, meshes, is_main=False))
+    optimizer = build_optimizer(model, job.optimizer, device=meshes.device)
+    precision = ComputePrecision(job.fsdp_config.mix_precision, meshes.device, has_fsdp_domain=topology.has_fsdp_domain)
+    step = TrainStep(
+        job,
+        model=model,
+        optimizer=optimizer,
+        task=PretrainTask(),
+        meshes=meshes,
+        precision=precision,
+        scaler=LossScaler() if job.fsdp_config.mix_precision.param_dtype == "float16" else None,
+        source_names=("made_up",),
+    )
+    outcome = Outcome()
+    optimizer.register_step_pre_hook(lambda *_: outcome.gradients.append(whole_gradients(model)))
+    training = job.training
+    for index in range(NUM_STEPS):
+        whole = make_global_batch(index, training.global_batch_size, training.seq_len)
+        micro_batches = split_batch(whole, meshes.dp_rank, topology.dp_size, training.micro_batch_size)
+        result = step.run(index + 1, micro_batches, whole.num_valid_tokens())
+        outcome.losses.append(result.loss)
+        outcome.norms.append(result.grad_norm)
+    outcome.weights = {fqn: whole_tensor(parameter.detach()) for fqn, parameter in model.named_parameters()}
+    return outcome
+
+
+def make_global_batch(step: int, num_sequences: int, seq_len: int) -> Batch:
+    """Draw packed sequences with ragged label masks: ranks get unequal numbers of valid labels, one sequence none."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(VOCAB_SIZE, (num_sequences, seq_len + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    keep = torch.rand(num_sequences, 1, generator=generator)
+    labels[torch.rand(num_sequences, seq_len, generator=generator) > keep] = IGNORE_INDEX
+    labels[step % num_sequences] = IGNORE_INDEX
+    starts = torch.rand(num_sequences, seq_len, generator=generator) < 0.15
+    starts[:, 0] = True
+    documents = starts.cumsum(dim=1)
+    columns = torch.arange(seq_len).expand(num_sequences, -1)
+    first_column = torch.where(starts, columns, 0).cummax(dim=1).values
+    return Batch(
+        input_ids_BT=tokens[:, :-1],
+        labels_BT=labels,
+        positions_BT=columns - first_column,
+        document_ids_BT=documents.int(),
+        source_ids_B=torch.zeros(num_sequences, dtype=torch.long),
+    )
+
+
+def split_batch(whole: Batch, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[Batch]:
+    """This rank's contiguous share of a global batch, cut into micro-batches."""
+    share = whole.input_ids_BT.shape[0] // dp_size
+    starts = range(dp_rank * share, (dp_rank + 1) * share, micro_batch_size)
+    return [_rows(whole, slice(start, start + micro_batch_size)) for start in starts]
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Every gradient of the model, gathered.
+
+    Collective: all ranks.
+    """
+    return {
+        fqn: whole_tensor(parameter.grad) for fqn, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """A tensor's global value, as a copy."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def _rows(whole: Batch, rows: slice) -> Batch:
+    fields: dict[str, Any] = {name: value[rows] for name, value in vars(whole).items()}
+    return Batch(**fields)

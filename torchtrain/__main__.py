@@ -1,0 +1,38 @@
+"""The ``torchtrain`` command: ``torchtrain train JOB …`` and ``torchtrain config JOB …``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from torchtrain import train
+from torchtrain.config.dump import dump_job
+from torchtrain.errors import TorchtrainError
+from torchtrain.runtime.env import read_launch_env
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Returns:
+        Its exit code; 2 for a wrong job or command line.
+    """
+    parser = argparse.ArgumentParser(prog="torchtrain", description="An LLM trainer that can prove its gradients.")
+    parser.add_argument("command", choices=("train", "config"), help="train a job, or print it checked and resolved")
+    parser.add_argument("--world-size", type=int, help="config: ranks to check the job for; default WORLD_SIZE, else 1")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="JOB [--a.b=c …]", help="job file and overrides")
+    options = parser.parse_args(argv)
+    if options.command == "train":
+        return train.main(options.arguments)
+    try:
+        world_size = options.world_size or read_launch_env().world_size
+        print(dump_job(train.check_job(options.arguments, world_size).job), end="")
+    except TorchtrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The FSDP2Manager and the sibling files that read its plan; every policy is a file of its own."""

@@ -1,0 +1,77 @@
+"""The global gradient norm and clipping: every logical element once, in fp32, whatever the topology."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """This rank's part of each gradient, as plain tensors that share memory with it; shards may be empty."""
+    return [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def global_gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device, *, p: float = 2.0) -> Tensor:
+    """Compute the p-norm of the whole model's gradient.
+
+    Gradients are grouped by the process groups that hold pieces of them; each group adds up its p-th powers with one
+    all-reduce. An axis on which a gradient is replicated is not reduced over, so no element counts twice.
+
+    Args:
+        parameters: Parameters whose gradients are reduced already; those without a gradient count as zero.
+        device: Where the result lives.
+        p: Order of the norm, finite.
+
+    Returns:
+        0-d fp32 tensor, equal on all ranks; not synchronised with the host.
+
+    Collective: all ranks that hold pieces of any of the gradients.
+
+    Numerics: squares and sums in fp32 also for low-precision gradients.
+    """
+    pieces: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            pieces.setdefault(_shard_groups(parameter.grad), []).append(_local(parameter.grad))
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for groups, gradients in pieces.items():
+        norms = torch._foreach_norm(gradients, p, dtype=torch.float32)
+        power = torch.stack([norm.to(device) for norm in norms]).pow(p).sum()
+        for group in groups:
+            dist.all_reduce(power, group=group)
+        total += power
+    return total.pow(1.0 / p)
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
+    """Multiply every gradient in place, this rank's part."""
+    if gradients := local_gradients(parameters):
+        torch._foreach_mul_(gradients, factor)
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Factor that brings ``norm`` down to ``max_norm``, and 1 where it is below: 0-d fp32, no host sync.
+
+    Numerics: the 1e-6 keeps a zero norm finite, as ``torch.nn.utils.clip_grad_norm_`` does.
+    """
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _shard_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    if not isinstance(gradient, DTensor):
+        return ()
+    mesh = gradient.device_mesh
+    return tuple(
+        cast(dist.ProcessGroup, mesh.get_group(axis))
+        for axis, placement in enumerate(gradient.placements)
+        if placement.is_shard()
+    )

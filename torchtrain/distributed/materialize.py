@@ -1,0 +1,62 @@
+"""From a sharded model without values to one whose weights depend on the seed and the fqn alone.
+
+Each rank draws only the rows it owns, so the same job starts from the same weights on every topology.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtrain.distributed.dtensor_internals import local_slices
+from torchtrain.nn.init import InitRule, draw_rows
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give every meta parameter and buffer memory on ``device``; values are undefined, ties are kept.
+
+    ``nn.Module.to_empty`` gives each alias of a tied parameter memory of its own, so ties are remembered and restored.
+    """
+    ties = _tied_names(model)
+    model.to_empty(device=device)
+    for first, *others in ties:
+        parameter = model.get_parameter(first)
+        for fqn in others:
+            owner, _, name = fqn.rpartition(".")
+            setattr(model.get_submodule(owner), name, parameter)
+
+
+@torch.no_grad()
+def initialize_parameters(model: nn.Module, rule_for: Callable[[str], InitRule], seed: int) -> None:
+    """Draw every parameter of ``model`` in place, each from (seed, fqn) alone.
+
+    Args:
+        model: Materialised model, sharded or not.
+        rule_for: Fqn to how it is drawn.
+        seed: ``training.seed``.
+    """
+    for fqn, parameter in model.named_parameters():
+        local, slices = _local_view(parameter)
+        if local.numel() == 0:
+            continue
+        rows, *columns = slices or [slice(0, 1)]
+        drawn = draw_rows(
+            rule_for(fqn), seed=seed, fqn=fqn, shape=tuple(parameter.shape), start=rows.start, stop=rows.stop
+        )
+        local.copy_(drawn[(slice(None), *columns)] if slices else drawn)
+
+
+def _local_view(parameter: nn.Parameter) -> tuple[Tensor, list[slice]]:
+    if isinstance(parameter.data, DTensor):
+        return parameter.data.to_local(), local_slices(parameter.data)
+    return parameter.data, [slice(0, size) for size in parameter.shape]
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(fqn)
+    return [aliases for aliases in names.values() if len(aliases) > 1]

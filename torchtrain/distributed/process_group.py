@@ -1,0 +1,51 @@
+"""The process group: the one place where a run joins and leaves its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from torchtrain.runtime.env import LaunchEnv
+
+
+@contextmanager
+def process_group(launch: LaunchEnv, device: torch.device, backend: str, timeout_s: float) -> Iterator[None]:
+    """Join the world for the duration of a ``with`` block.
+
+    A single process joins a world of one, so that no caller needs a second code path.
+
+    Args:
+        launch: Rank and world size; the rendezvous address comes from torchrun's own variables.
+        device: This rank's device.
+        backend: A torch backend string, such as ``cpu:gloo,cuda:nccl``.
+        timeout_s: Seconds until a collective that a rank does not join fails.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    device_id = device if device.type != "cpu" else None
+    if launch.is_launched:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    else:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+        )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sum_over(values: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Sum host numbers elementwise over a group.
+
+    Numerics: fp64 on the CPU, so token counts stay exact up to 2**53.
+
+    Collective: every rank of ``group``.
+    """
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    total = torch.tensor(values, dtype=dtype, device=device)
+    dist.all_reduce(total, group=group)
+    return total.tolist()

@@ -1,0 +1,85 @@
+"""The training entry point: ``python -m torchtrain.train JOB.yaml --a.b=c``.
+
+A composition root: one of the few files that see both the run and the model zoo. The job is checked before torch is
+imported, so a wrong one is refused in a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from models.registry import load_spec, resolve_architecture
+from torchtrain.config.job import Job
+from torchtrain.config.load import read_job
+from torchtrain.config.rules import find_job_faults
+from torchtrain.distributed.topology import Topology, find_topology_faults
+from torchtrain.errors import ConfigError, TorchtrainError
+from torchtrain.runtime.env import LaunchEnv, read_launch_env
+
+
+@dataclass(frozen=True)
+class CheckedJob:
+    """A job that may run, with what was derived from it on the way."""
+
+    job: Job
+    topology: Topology
+    architecture: Any
+    """The family's architecture: the preset with the job's overrides."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the job, then train it.
+
+    Args:
+        argv: Job file, then overrides; the process's own arguments by default.
+
+    Returns:
+        The process's exit code: 0 finished, 2 the job is wrong, 3 training stopped itself, 143 stopped by a signal
+        after saving.
+    """
+    launch = LaunchEnv()
+    try:
+        launch = read_launch_env()
+        checked = check_job(sys.argv[1:] if argv is None else argv, launch.world_size)
+        # Only now: importing torch takes seconds, and a wrong job has been refused already.
+        from torchtrain.trainer.assembly import train
+
+        spec = load_spec(checked.job.model.name)
+        return train(checked.job, checked.topology, spec, checked.architecture, launch)
+    except TorchtrainError as error:
+        # A wrong job is equally wrong on every rank; other errors may be one rank's own.
+        if launch.rank == 0 or not isinstance(error, ConfigError):
+            where = f"[rank {launch.rank}] " if launch.world_size > 1 else ""
+            print(f"{where}error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def check_job(argv: Sequence[str], world_size: int) -> CheckedJob:
+    """Read and check a job, without torch.
+
+    Args:
+        argv: Job file, then overrides.
+        world_size: Ranks that would train it.
+
+    Raises:
+        ConfigError: All faults of the file, the overrides, the model and the topology together.
+    """
+    path, overrides = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    reading = read_job(path, overrides)
+    job = reading.job
+    faults = [*reading.faults, *find_job_faults(job), *find_topology_faults(job, world_size)]
+    architecture = None
+    try:
+        architecture = resolve_architecture(job.model.name, job.model.preset, job.model.overrides)
+    except ConfigError as error:
+        faults += error.faults
+    if faults:
+        raise ConfigError(dict.fromkeys(faults))
+    return CheckedJob(job, Topology.resolve(job, world_size), architecture)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""From a checked job to a finished run: builds each part in the one order that works, then hands over to the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtrain.checkpoint.checkpointer import Checkpointer
+from torchtrain.config.dump import dump_job
+from torchtrain.config.job import Job
+from torchtrain.config.rules import find_job_warnings
+from torchtrain.data.batch import Batch
+from torchtrain.data.dataset import SequenceDataset, build_dataset
+from torchtrain.data.loader import build_eval_loader, build_train_loader
+from torchtrain.data.tokenizer import Tokenizer, build_tokenizer
+from torchtrain.distributed.meshes import build_meshes
+from torchtrain.distributed.process_group import process_group
+from torchtrain.distributed.topology import Topology
+from torchtrain.metrics.logger import MetricsLogger
+from torchtrain.metrics.report import EvalReport
+from torchtrain.model_spec import ModelSpec
+from torchtrain.optim.build import build_optimizer
+from torchtrain.optim.loss_scaler import LossScaler
+from torchtrain.profiling import Profiler
+from torchtrain.runtime.device import default_backend, device_description, peak_flops, resolve_device
+from torchtrain.runtime.env import LaunchEnv
+from torchtrain.runtime.garbage import GarbageSchedule
+from torchtrain.runtime.logging import get_logger, setup_logging
+from torchtrain.runtime.seed import seed_everything, set_deterministic
+from torchtrain.runtime.signals import StopSignal
+from torchtrain.tasks.pretrain import PretrainTask
+from torchtrain.trainer.evaluation import evaluate
+from torchtrain.trainer.precision import ComputePrecision
+from torchtrain.trainer.run import Run, build_model
+from torchtrain.trainer.sampling import sample
+from torchtrain.trainer.step import TrainStep
+from torchtrain.trainer.trainer import Instruments, Trainer
+
+logger = get_logger(__name__)
+
+EXIT_FINISHED = 0
+EXIT_STOPPED_BY_SIGNAL = 143
+
+
+def train(job: Job, topology: Topology, spec: ModelSpec, architecture: Any, launch: LaunchEnv) -> int:
+    """Train ``job`` on this rank.
+
+    Returns:
+        The exit code: 0, or 143 when a signal stopped the run and its state was saved.
+
+    Raises:
+        TorchtrainError: Anything the user can mend: data, checkpoint, a loss that is not finite.
+    """
+    setup_logging(launch.rank, Path(job.training.output_dir))
+    device = resolve_device(job.accelerator.device, launch.local_rank)
+    set_deterministic(job.training.deterministic)
+    seed_everything(job.training.seed)
+    backend = job.accelerator.backend or default_backend(device)
+    with StopSignal() as stop_signal, process_group(launch, device, backend, job.accelerator.dist_timeout_s):
+        run = Run(job, spec, architecture, build_meshes(topology, device), is_main=launch.rank == 0)
+        _announce(run)
+        return _execute(run, stop_signal)
+
+
+def _announce(run: Run) -> None:
+    topology = run.meshes.topology
+    logger.info(f"{topology.world_size} rank(s) on {device_description(run.device)}")
+    if not topology.has_fsdp_domain:
+        logger.info("FSDP is skipped: no other rank shares this model's data-parallel domain")
+    for warning in find_job_warnings(run.job):
+        logger.warning(warning)
+    if run.is_main:
+        run.output_dir.mkdir(parents=True, exist_ok=True)
+        (run.output_dir / "job.yaml").write_text(dump_job(run.job), encoding="utf-8")
+
+
+def _execute(run: Run, stop_signal: StopSignal) -> int:
+    job = run.job
+    tokenizer = build_tokenizer(job.tokenizer)
+    dataset = build_dataset(job, tokenizer, vocab_size=run.architecture.vocab_size, show_progress=run.is_main)
+    model = build_model(run)
+    optimizer = build_optimizer(model, job.optimizer, device=run.device, trusted_targets=job.trusted_targets)
+    precision = ComputePrecision(
+        job.fsdp_config.mix_precision, run.device, has_fsdp_domain=run.meshes.topology.has_fsdp_domain
+    )
+    scaler = LossScaler() if job.fsdp_config.mix_precision.param_dtype == "float16" else None
+    task = PretrainTask()
+    train_step = TrainStep(
+        job,
+        model=model,
+        optimizer=optimizer,
+        task=task,
+        meshes=run.meshes,
+        precision=precision,
+        scaler=scaler,
+        source_names=dataset.source_names,
+    )
+    checkpointer = Checkpointer(job.checkpoint, run.output_dir / "checkpoints")
+    trainer = Trainer(
+        job,
+        model=model,
+        optimizer=optimizer,
+        train_step=train_step,
+        scaler=scaler,
+        checkpointer=checkpointer,
+        meshes=run.meshes,
+        stop_signal=stop_signal,
+    )
+    resume_from = checkpointer.resolve_resume()
+    if resume_from is not None:
+        trainer.resume(resume_from)
+    with _instruments(run, resume_step=trainer.progress.step if resume_from else None) as instruments:
+        is_finished = trainer.run(
+            open_loader=partial(_open_train_loader, run, dataset),
+            evaluate=_evaluator(run, model, task, dataset, precision),
+            instruments=instruments,
+        )
+        if is_finished:
+            _show_sample(run, model, tokenizer, precision, instruments.metrics)
+    _say_where(run)
+    return EXIT_FINISHED if is_finished else EXIT_STOPPED_BY_SIGNAL
+
+
+def _open_train_loader(run: Run, dataset: SequenceDataset, start_step: int) -> Iterable[Batch]:
+    return build_train_loader(
+        dataset,
+        training=run.job.training,
+        dp_rank=run.meshes.dp_rank,
+        dp_size=run.meshes.topology.dp_size,
+        start_step=start_step,
+        num_workers=run.job.dataset.num_workers,
+    )
+
+
+def _evaluator(
+    run: Run, model: nn.Module, task: PretrainTask, dataset: SequenceDataset, precision: ComputePrecision
+) -> Callable[[int], EvalReport]:
+    batches = build_eval_loader(
+        dataset,
+        num_sequences=run.job.task.eval_sequences,
+        micro_batch_size=run.job.training.micro_batch_size,
+        dp_rank=run.meshes.dp_rank,
+        dp_size=run.meshes.topology.dp_size,
+    )
+    return lambda step: evaluate(
+        step,
+        model,
+        task,
+        batches,
+        meshes=run.meshes,
+        precision=precision,
+        source_names=dataset.source_names,
+    )
+
+
+@contextmanager
+def _instruments(run: Run, *, resume_step: int | None) -> Iterator[Instruments]:
+    job = run.job
+    with ExitStack() as stack:
+        metrics = MetricsLogger(
+            job.metrics,
+            run.output_dir,
+            total_steps=job.training.steps,
+            resolved_job=dump_job(job),
+            is_main=run.is_main,
+            resume_step=resume_step,
+        )
+        stack.callback(metrics.close)
+        garbage = GarbageSchedule(job.training.gc_interval)
+        stack.callback(garbage.close)
+        rank = torch.distributed.get_rank()
+        yield Instruments(
+            metrics=metrics,
+            profiler=stack.enter_context(Profiler(job.profiling, run.output_dir, run.device, rank)),
+            garbage=garbage,
+            flops_per_token=run.spec.flops_per_token(run.architecture, job.training.seq_len),
+            peak_flops=job.metrics.peak_flops or peak_flops(run.device),
+            num_devices=run.meshes.topology.world_size,
+        )
+
+
+def _show_sample(
+    run: Run, model: nn.Module, tokenizer: Tokenizer, precision: ComputePrecision, metrics: MetricsLogger
+) -> None:
+    task = run.job.task
+    if task.sample_prompt is None:
+        return
+    text = sample(
+        model,
+        tokenizer,
+        task.sample_prompt,
+        num_tokens=task.sample_tokens,
+        temperature=task.sample_temperature,
+        max_context=run.job.training.seq_len,
+        seed=run.job.training.seed,
+        device=run.device,
+        precision=precision,
+    )
+    metrics.log_text("sample", text)
+    logger.info(f"sampled continuation:\n{text}")
+
+
+def _say_where(run: Run) -> None:
+    places = {
+        "log": run.output_dir / "logs" / "rank_0.log",
+        "metrics": run.output_dir / "metrics.jsonl",
+        "TensorBoard": run.output_dir / "tensorboard",
+        "checkpoints": run.output_dir / "checkpoints",
+    }
+    logger.info("everything is in\n" + "\n".join(f"  {name:<12} {path}" for name, path in places.items()))

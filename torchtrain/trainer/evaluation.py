@@ -1,0 +1,45 @@
+"""Loss on held-out sequences: the same number of forward passes on every rank, so that no collective waits forever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from torchtrain.data.batch import Batch
+from torchtrain.distributed.meshes import Meshes
+from torchtrain.metrics.report import EvalReport
+from torchtrain.tasks.pretrain import PretrainTask
+from torchtrain.trainer.losses_by_source import LossSums
+from torchtrain.trainer.precision import ComputePrecision
+
+
+@torch.no_grad()
+def evaluate(
+    step: int,
+    model: nn.Module,
+    task: PretrainTask,
+    batches: Iterable[Batch],
+    *,
+    meshes: Meshes,
+    precision: ComputePrecision,
+    source_names: tuple[str, ...],
+) -> EvalReport:
+    """Mean token loss over ``batches`` of all ranks.
+
+    Collective: the whole world, with equally many batches on every rank.
+    """
+    started = time.perf_counter()
+    sums = LossSums(source_names, meshes.device)
+    model.eval()
+    for batch in batches:
+        batch = batch.to(meshes.device)
+        with precision.forward_context():
+            sums.add(task.token_losses(model, batch), batch)
+    model.train()
+    totals = sums.reduced(meshes.token_group).tolist()
+    num_tokens = sums.num_tokens(totals)
+    loss = totals[0] / num_tokens if num_tokens else float("nan")
+    return EvalReport(step=step, loss=loss, tokens=num_tokens, time_s=time.perf_counter() - started)

@@ -1,0 +1,59 @@
+"""What every part of one run is built from, and the model built from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtrain.config.job import Job
+from torchtrain.distributed.fsdp2.precision import DTYPES
+from torchtrain.distributed.materialize import initialize_parameters, materialize
+from torchtrain.distributed.meshes import Meshes
+from torchtrain.model_spec import ModelSpec
+from torchtrain.runtime.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every part of one run is built from."""
+
+    job: Job
+    spec: ModelSpec
+    architecture: Any
+    meshes: Meshes
+    is_main: bool
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self.meshes.device
+
+    @property
+    def output_dir(self) -> Path:
+        """Where the run leaves everything."""
+        return Path(self.job.training.output_dir)
+
+
+def build_model(run: Run) -> nn.Module:
+    """Build, parallelise and initialise the model; weights depend on the seed and the fqns alone.
+
+    Collective: the whole world.
+    """
+    model_config = run.job.model
+    with torch.device("meta" if model_config.init_on_meta else run.device):
+        model = run.spec.build(run.architecture)
+    model = model.to(DTYPES[model_config.init_dtype])
+    model = run.spec.parallelize(model, run.job, run.meshes)
+    if model_config.init_on_meta:
+        materialize(model, run.device)
+    initialize_parameters(model, partial(run.spec.init_rule, run.architecture), run.job.training.seed)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    logger.info(f"model {model_config.name}/{model_config.preset}: {num_parameters / 1e6:.2f} M parameters")
+    return model

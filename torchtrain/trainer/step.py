@@ -1,0 +1,134 @@
+"""One optimizer step: the gradient law, clipping and the update.
+
+The law: loss = sum of token losses / global number of valid labels. Gradients are summed over every rank that saw
+different tokens and divided by nothing else, so padding, ragged masks, empty ranks and any number of micro-batches come
+out right by construction. See ``docs/numerics.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtrain.config.job import Job
+from torchtrain.data.batch import Batch
+from torchtrain.distributed.fsdp2.accumulation import set_micro_batch_policy
+from torchtrain.distributed.gradient_norm import (
+    clip_coefficient,
+    global_gradient_norm,
+    local_gradients,
+    scale_gradients,
+)
+from torchtrain.distributed.meshes import Meshes
+from torchtrain.errors import NonFiniteError
+from torchtrain.optim.loss_scaler import LossScaler
+from torchtrain.tasks.pretrain import PretrainTask
+from torchtrain.trainer.losses_by_source import LossSums
+from torchtrain.trainer.precision import ComputePrecision
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did; equal on every rank."""
+
+    loss: float
+    """Global token mean."""
+    grad_norm: float
+    """Before clipping."""
+    loss_by_source: dict[str, float]
+    is_skipped: bool = False
+    """The weights were left alone: fp16 gradients overflowed and the loss scale was halved."""
+
+
+class TrainStep:
+    """Turns micro-batches into one update of the weights."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        task: PretrainTask,
+        meshes: Meshes,
+        precision: ComputePrecision,
+        scaler: LossScaler | None,
+        source_names: Sequence[str],
+    ) -> None:
+        self._fsdp_config = job.fsdp_config
+        self._max_grad_norm = job.training.max_grad_norm
+        self._model = model
+        self._optimizer = optimizer
+        self._task = task
+        self._meshes = meshes
+        self._precision = precision
+        self._scaler = scaler
+        self._source_names = source_names
+
+    def run(self, step: int, micro_batches: Sequence[Batch], num_valid_tokens: float) -> StepResult:
+        """Forward and backward over the micro-batches, then clip and update.
+
+        Args:
+            step: 1-based, for messages.
+            micro_batches: This rank's share of the global batch, on its device.
+            num_valid_tokens: Valid labels of the whole global batch; must not be 0.
+
+        Raises:
+            NonFiniteError: The loss or the norm is NaN or infinite; weights are as before the step.
+
+        Collective: the whole world.
+        """
+        sums = self._accumulate(micro_batches, num_valid_tokens)
+        parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
+        scale = self._scaler.scale if self._scaler else 1.0
+        norm = global_gradient_norm(parameters, self._meshes.device) / scale
+        reduced = sums.reduced(self._meshes.token_group)
+        # The one host sync of a step: nothing may touch the weights before loss and norm are known to be finite.
+        grad_norm, *totals = torch.cat([norm.to(reduced.dtype).reshape(1), reduced]).tolist()
+        loss = totals[0] / num_valid_tokens
+        is_overflow = self._scaler is not None and not math.isfinite(grad_norm)
+        if not math.isfinite(loss) or not (math.isfinite(grad_norm) or is_overflow):
+            self._stop(step, loss, grad_norm, sums)
+        if not is_overflow:
+            self._update(parameters, norm, scale)
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._scaler:
+            self._scaler.update(not is_overflow)
+        return StepResult(loss, grad_norm, sums.by_source(totals), is_skipped=is_overflow)
+
+    def _accumulate(self, micro_batches: Sequence[Batch], num_valid_tokens: float) -> LossSums:
+        sums = LossSums(self._source_names, self._meshes.device)
+        factor = (self._scaler.scale if self._scaler else 1.0) / num_valid_tokens
+        for index, batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            set_micro_batch_policy(self._model, self._fsdp_config, is_last_micro_batch=is_last)
+            with self._precision.forward_context():
+                losses_BT = self._task.token_losses(self._model, batch)
+            (losses_BT.sum() * factor).backward()
+            sums.add(losses_BT, batch)
+        return sums
+
+    def _update(self, parameters: Sequence[nn.Parameter], norm: torch.Tensor, scale: float) -> None:
+        factor: torch.Tensor | float = 1.0 / scale
+        if self._max_grad_norm is not None:
+            factor = clip_coefficient(norm, self._max_grad_norm) / scale
+        if self._max_grad_norm is not None or scale != 1.0:
+            scale_gradients(parameters, factor)
+        self._optimizer.step()
+
+    def _stop(self, step: int, loss: float, grad_norm: float, sums: LossSums) -> NoReturn:
+        gradients = local_gradients(self._model.parameters())
+        is_finite_here = sums.is_locally_finite() and all(bool(torch.isfinite(g).all()) for g in gradients)
+        flags: list[bool] = [True] * dist.get_world_size()
+        dist.all_gather_object(flags, is_finite_here)
+        ranks = [rank for rank, is_finite in enumerate(flags) if not is_finite]
+        raise NonFiniteError(
+            f"step {step}: loss {loss}, gradient norm {grad_norm}; not finite on ranks {ranks}. The weights are as "
+            "before this step. Lower the learning rate, look at the data of this step, or resume from a checkpoint"
+        )

@@ -1,0 +1,201 @@
+"""The loop: read, step, report, evaluate, save, stop.
+
+What a step is stands in ``step``; what a run is made of, in ``assembly``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from torchtrain.checkpoint.checkpointer import Checkpointer
+from torchtrain.config.job import Job
+from torchtrain.data.batch import Batch
+from torchtrain.distributed.meshes import Meshes
+from torchtrain.distributed.process_group import sum_over
+from torchtrain.metrics.logger import MetricsLogger
+from torchtrain.metrics.report import EvalReport, StepReport
+from torchtrain.metrics.throughput import mfu
+from torchtrain.optim.loss_scaler import LossScaler
+from torchtrain.optim.schedule import lr_at, set_lr
+from torchtrain.profiling import Profiler
+from torchtrain.runtime.device import peak_memory_bytes
+from torchtrain.runtime.garbage import GarbageSchedule
+from torchtrain.runtime.logging import get_logger
+from torchtrain.runtime.signals import StopSignal
+from torchtrain.trainer.step import TrainStep
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class Progress:
+    """Where a run stands; the part of a checkpoint that is not tensors."""
+
+    step: int = 0
+    tokens_seen: int = 0
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """Everything that watches a run and changes nothing in it."""
+
+    metrics: MetricsLogger
+    profiler: Profiler
+    garbage: GarbageSchedule
+    flops_per_token: float
+    peak_flops: float | None
+    num_devices: int
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Model FLOP utilisation of the whole world; None where the device's peak is unknown."""
+        return mfu(
+            tokens_per_second,
+            flops_per_token=self.flops_per_token,
+            peak_flops=self.peak_flops,
+            num_devices=self.num_devices,
+        )
+
+
+class Trainer:
+    """Runs the steps of one job."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        train_step: TrainStep,
+        scaler: LossScaler | None,
+        checkpointer: Checkpointer,
+        meshes: Meshes,
+        stop_signal: StopSignal,
+    ) -> None:
+        self._job = job
+        self._model = model
+        self._optimizer = optimizer
+        self._train_step = train_step
+        self._scaler = scaler
+        self._checkpointer = checkpointer
+        self._meshes = meshes
+        self._stop_signal = stop_signal
+        self.progress = Progress()
+
+    def resume(self, path: Path) -> None:
+        """Continue from a checkpoint.
+
+        Collective: the whole world.
+        """
+        state = self._checkpointer.load(path, self._model, self._optimizer)
+        self.progress = Progress(step=state["step"], tokens_seen=state["tokens_seen"])
+        if self._scaler and state.get("loss_scaler"):
+            self._scaler.load_state_dict(state["loss_scaler"])
+        logger.info(f"resumed from {path} after step {self.progress.step}")
+
+    def run(
+        self,
+        *,
+        open_loader: Callable[[int], Iterable[Batch]],
+        evaluate: Callable[[int], EvalReport],
+        instruments: Instruments,
+    ) -> bool:
+        """Train to the last step.
+
+        Args:
+            open_loader: First step (0-based) to the stream of this rank's micro-batches from there on.
+            evaluate: Step to a report on held-out sequences; a collective of the whole world.
+            instruments: What watches the run.
+
+        Returns:
+            False when a signal stopped the run early; its state is saved then.
+
+        Collective: the whole world.
+        """
+        training = self._job.training
+        accumulation = self._meshes.topology.gradient_accumulation_steps(training)
+        batches = iter(open_loader(self.progress.step))
+        self._model.train()
+        while self.progress.step < training.steps:
+            started = time.perf_counter()
+            micro_batches = [next(batches) for _ in range(accumulation)]
+            data_wait_s = time.perf_counter() - started
+            num_valid_tokens, should_stop = self._agree(micro_batches)
+            if should_stop:
+                logger.warning(f"stop signal: saving after step {self.progress.step} and leaving")
+                self._save()
+                self._checkpointer.wait()
+                return False
+            report = self._one_step(micro_batches, num_valid_tokens, started, data_wait_s, instruments)
+            if report is not None:
+                instruments.metrics.log_step(report)
+            instruments.profiler.step(self.progress.step)
+            instruments.garbage.collect_on(self.progress.step)
+            if self._is_due(self._job.task.eval_interval, also_last=self._job.task.eval_interval > 0):
+                instruments.metrics.log_eval(evaluate(self.progress.step))
+            if self._is_due(self._job.checkpoint.interval, also_last=self._job.checkpoint.save_final):
+                self._save()
+        self._checkpointer.wait()
+        return True
+
+    def _agree(self, micro_batches: list[Batch]) -> tuple[int, bool]:
+        """Global valid labels of the coming step, and whether any rank was told to stop; one small all-reduce."""
+        valid = float(sum(batch.num_valid_tokens() for batch in micro_batches))
+        stop = float(self._stop_signal.received is not None)
+        total, stops = sum_over([valid, stop], self._meshes.token_group, torch.device("cpu"))
+        return round(total), stops > 0
+
+    def _one_step(
+        self,
+        micro_batches: list[Batch],
+        num_valid_tokens: int,
+        started: float,
+        data_wait_s: float,
+        instruments: Instruments,
+    ) -> StepReport | None:
+        progress, training = self.progress, self._job.training
+        lr = lr_at(progress.step, self._job.lr_scheduler, peak_lr=self._job.optimizer.lr, total_steps=training.steps)
+        set_lr(self._optimizer, lr)
+        progress.step += 1
+        if num_valid_tokens == 0:
+            logger.warning(f"step {progress.step} skipped: not one valid label in the global batch")
+            return None
+        on_device = [batch.to(self._meshes.device) for batch in micro_batches]
+        result = self._train_step.run(progress.step, on_device, num_valid_tokens)
+        progress.tokens_seen += num_valid_tokens
+        if result.is_skipped:
+            logger.warning(f"step {progress.step}: fp16 gradients overflowed, update skipped, loss scale lowered")
+        step_time_s = time.perf_counter() - started
+        return StepReport(
+            step=progress.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            tokens_per_second=num_valid_tokens / step_time_s,
+            tokens_seen=progress.tokens_seen,
+            step_time_s=step_time_s,
+            data_wait_s=data_wait_s,
+            peak_memory_bytes=peak_memory_bytes(self._meshes.device),
+            mfu=instruments.mfu(num_valid_tokens / step_time_s),
+            loss_by_source=result.loss_by_source,
+        )
+
+    def _is_due(self, interval: int, *, also_last: bool) -> bool:
+        """Whether something that happens every ``interval`` steps happens now; 0 means never in between."""
+        step = self.progress.step
+        if step == self._job.training.steps:
+            return also_last
+        return interval > 0 and step % interval == 0
+
+    def _save(self) -> None:
+        state = {
+            "step": self.progress.step,
+            "tokens_seen": self.progress.tokens_seen,
+            "loss_scaler": self._scaler.state_dict() if self._scaler else None,
+        }
+        self._checkpointer.save(self.progress.step, self._model, self._optimizer, state)
