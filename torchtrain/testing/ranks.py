@@ -25,6 +25,7 @@ from typing import Any
 
 _PRELOAD = (
     "torch",
+    "torch._dynamo",  # The first step of any optimizer imports it, which takes a rank two seconds.
     "torch.distributed",
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",

@@ -1,0 +1,1 @@
+"""Training state on disk: written whole or not at all, read without trust."""

@@ -1,0 +1,282 @@
+"""Save and resume a run, on this or another topology.
+
+PyTorch's distributed checkpoint (DCP) writes and reshards the tensors; this file adds what it leaves open: a checkpoint
+appears whole or not at all, a background save cannot fail unheard, and a foreign or damaged one is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from torchtrain.checkpoint import layout
+from torchtrain.checkpoint.safe_reader import SafeFileSystemReader, read_metadata
+from torchtrain.checkpoint.training_state import (
+    find_mismatch,
+    restore_rng_state,
+    restore_scalars,
+    view_rng_state,
+    view_training_state,
+)
+from torchtrain.config.observation import CheckpointConfig
+from torchtrain.errors import CheckpointError
+from torchtrain.runtime.logging import get_logger
+
+logger = get_logger(__name__)
+
+_AUTO = "auto"
+_T = TypeVar("_T")
+
+
+class Checkpointer:
+    """Writes checkpoints into one folder and finds the one to resume from.
+
+    Collective: the constructor and every method, the whole world in the same order.
+    """
+
+    def __init__(self, config: CheckpointConfig, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+        # A group of its own: collectives of a background save never meet those of training.
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        self._pending: Future[None] | None = None
+        self._last_step: int | None = None
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Save after ``step`` steps; a background save returns once everything is copied.
+
+        Args:
+            step: Steps done; names the checkpoint. The step that was saved last is not saved again.
+            model: Its parameters, sharded or not.
+            optimizer: Its state; hyperparameters are left to the job.
+            state: Whatever else a resumed run needs, as JSON values; the same on every rank, rank 0's is written.
+
+        Raises:
+            CheckpointError: The disk refused, now or in the background save before this one. Older checkpoints are as
+                they were.
+        """
+        self.wait()
+        if step == self._last_step:
+            return
+        started = time.perf_counter()
+        view = view_training_state(model, optimizer)
+        record = {"step": step, "world_size": dist.get_world_size(), "optimizer_scalars": view.scalars, "state": state}
+        tensors = view.tensors | view_rng_state(_device_of(model))
+        path = layout.checkpoint_path(self._folder, step)
+        text = json.dumps(record, indent=1)
+        if self._config.async_save:
+            staged = cast(dict[str, Tensor], self._stager.stage(tensors))
+            self._pending = self._executor.submit(self._write, path, staged, text)
+        else:
+            self._write(path, tensors, text)
+        self._last_step = step
+        how = "in the background" if self._config.async_save else "done"
+        logger.info(f"checkpoint {path} ({how}): training waited {time.perf_counter() - started:.3f} s")
+
+    def wait(self) -> None:
+        """Wait for the background save, if there is one.
+
+        Raises:
+            CheckpointError: It failed; the cause is the worker's own exception.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                pending.result()
+            except BaseException:
+                self._last_step = None
+                raise
+
+    def resolve_resume(self) -> Path | None:
+        """Find the checkpoint that ``checkpoint.resume`` means; damaged ones are passed over, and the log says why.
+
+        Returns:
+            The newest whole checkpoint of the folder for ``auto``, or the one named; ``None`` to start anew.
+
+        Raises:
+            CheckpointError: The one that is named is damaged or not there.
+        """
+        self.wait()
+        return self._on_rank_0(lambda: next(self._candidates(), None))
+
+    def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """Find the checkpoint to resume from and load it; with ``auto``, go on to an older one where it does not fit.
+
+        Returns:
+            The ``state`` it was saved with; ``None`` to start anew.
+
+        Raises:
+            CheckpointError: The one that is named is refused, or all that are there are.
+        """
+        self.wait()
+        candidates = self._candidates()
+        refusal: CheckpointError | None = None
+        while (path := self._on_rank_0(lambda: next(candidates, None))) is not None:
+            try:
+                return self.load(path, model, optimizer)
+            except CheckpointError as error:
+                if self._config.resume != _AUTO:
+                    raise
+                logger.warning(f"checkpoint skipped: {error}")
+                refusal = refusal or error
+        if refusal is not None:
+            # Starting anew on weights that a failed load may have touched, or beside a foreign run, helps nobody.
+            raise refusal
+        return None
+
+    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Load weights, optimizer state and generators in place, whatever topology they were saved on.
+
+        Args:
+            path: A checkpoint.
+            model: Receives the weights; its gradients are dropped.
+            optimizer: Receives the state.
+
+        Returns:
+            The ``state`` it was saved with.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, or is one of another model or optimizer. Unless it is the data
+                itself that cannot be read, nothing has been changed by then.
+        """
+        self.wait()
+        optimizer.zero_grad(set_to_none=True)
+        view = view_training_state(model, optimizer)
+        metadata, record = self._inspect(path, view.tensors)
+        device = _device_of(model)
+        rng_state = view_rng_state(device)
+        has_rng_state = (
+            record["world_size"] == dist.get_world_size() and rng_state.keys() <= metadata.state_dict_metadata.keys()
+        )
+        tensors = view.tensors | rng_state if has_rng_state else view.tensors
+        try:
+            dcp.load(tensors, storage_reader=SafeFileSystemReader(path), process_group=self._group)
+        except dcp.CheckpointException as error:
+            raise CheckpointError(f"{path} cannot be read: {_describe_failures(error)}") from error
+        restore_scalars(model, optimizer, record["optimizer_scalars"])
+        if has_rng_state:
+            restore_rng_state(rng_state, device)
+        else:
+            there, here = record["world_size"], dist.get_world_size()
+            logger.info(
+                f"random generators start anew: {path.name} is of {there} rank(s), this run has {here} on {device.type}"
+            )
+        return record["state"]
+
+    def _write(self, path: Path, tensors: dict[str, Tensor], record: str) -> None:
+        partial = layout.partial_path(path)
+
+        def prepare() -> None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            layout.clear_leftovers(self._folder)
+
+        def finish() -> None:
+            layout.write_durably(partial / layout.STATE_FILE, record)
+            layout.seal(partial)
+            layout.publish(path)
+            layout.prune(self._folder, self._config.keep_last)
+
+        self._on_rank_0(prepare)
+        try:
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), process_group=self._group)
+        except dcp.CheckpointException as error:
+            raise CheckpointError(f"{path} was not saved: {_describe_failures(error)}") from error
+        self._on_rank_0(finish)
+
+    def _candidates(self) -> Iterator[Path]:
+        """Yield whole checkpoints, the newest first, and tell of those passed over. Rank 0 only."""
+        resume = self._config.resume
+        if resume is None:
+            return
+        if resume != _AUTO:
+            damage = _find_damage(Path(resume))
+            if damage is not None:
+                raise CheckpointError(f"{damage}; {_suggest_another(Path(resume))}")
+            yield Path(resume)
+            return
+        for path in layout.list_checkpoints(self._folder):
+            damage = _find_damage(path)
+            if damage is None:
+                yield path
+            else:
+                logger.warning(f"checkpoint skipped: {damage}")
+
+    def _inspect(self, path: Path, tensors: dict[str, Tensor]) -> tuple[Metadata, dict[str, Any]]:
+        """Read the small files of a checkpoint and compare it with the live tensors, on every rank with one outcome."""
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, list(tensors), group=self._group)
+        metadata, record = Metadata({}), {}
+        refusal: str | None = None
+        try:
+            metadata = read_metadata(path)
+            record = json.loads((path / layout.STATE_FILE).read_text(encoding="utf-8"))
+            mismatch = find_mismatch(metadata, tensors, {name for names in gathered for name in names})
+            if mismatch is not None:
+                refusal = f"{path} is of another model or optimizer: it {mismatch}"
+        except CheckpointError as error:
+            refusal = str(error)
+        except (OSError, ValueError) as error:
+            refusal = f"{path / layout.STATE_FILE} cannot be read: {error}"
+        dist.all_gather_object(gathered, refusal, group=self._group)
+        refusals = [text for text in gathered if text is not None]
+        if refusals:
+            raise CheckpointError(refusals[0])
+        return metadata, record
+
+    def _on_rank_0(self, action: Callable[[], _T]) -> _T:
+        """Let rank 0 act on the disk, and give every rank its result or its error."""
+        outcome: list[Any] = [None, None]
+        cause: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                outcome[0] = action()
+            except Exception as error:  # Whatever it is, the other ranks wait to hear of it.
+                cause = error
+                outcome[1] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[1] is not None:
+            raise CheckpointError(outcome[1]) from cause
+        return outcome[0]
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _find_damage(path: Path) -> str | None:
+    """Say what is wrong with the files of a checkpoint, its metadata read included."""
+    damage = layout.find_damage(path)
+    if damage is not None:
+        return f"{path}: {damage}"
+    try:
+        read_metadata(path)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _suggest_another(path: Path) -> str:
+    for folder in (path.parent, path, path / "checkpoints"):
+        for other in layout.list_checkpoints(folder):
+            if _find_damage(other) is None:
+                return f"the newest whole one is {other}"
+    return "there is no whole one beside it"
+
+
+def _describe_failures(error: dcp.CheckpointException) -> str:
+    return "; ".join(
+        f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())
+    )

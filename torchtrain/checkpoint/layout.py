@@ -1,0 +1,141 @@
+"""Checkpoints as folders: names, the seal that makes one whole, publishing, pruning.
+
+One process writes through this file (rank 0). What is inside the data files is not its business; no torch here.
+
+A checkpoint is ``step_<8 digits>/`` with DCP's data files and ``.metadata``, ``state.json``, and ``complete.json``, the
+seal: written last, it lists every other file with its size. A folder is built under ``<name>.partial`` and renamed, so
+that a kill at any moment leaves older checkpoints as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+STATE_FILE = "state.json"
+SEAL_FILE = "complete.json"
+METADATA_FILE = ".metadata"
+
+_PARTIAL_SUFFIX = ".partial"
+_REPLACED_SUFFIX = ".replaced"
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Name the checkpoint of a step."""
+    return folder / f"step_{step:08d}"
+
+
+def partial_path(path: Path) -> Path:
+    """Name the folder in which a checkpoint is built."""
+    return path.with_name(path.name + _PARTIAL_SUFFIX)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what a killed writer left; give back a checkpoint whose replacement never arrived."""
+    for replaced in folder.glob(f"step_*{_REPLACED_SUFFIX}"):
+        original = replaced.with_name(replaced.name.removesuffix(_REPLACED_SUFFIX))
+        if original.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(original)
+    for partial in folder.glob(f"step_*{_PARTIAL_SUFFIX}"):
+        shutil.rmtree(partial)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a small file and wait until the disk has it."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def seal(partial: Path) -> None:
+    """Write the seal of a folder that is otherwise finished."""
+    sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+    indices = [_save_index(other) for other in list_checkpoints(partial.parent)]
+    save_index = 1 + max((index for index in indices if index is not None), default=0)
+    write_durably(partial / SEAL_FILE, json.dumps({"save_index": save_index, "files": sizes}, indent=1))
+
+
+def publish(path: Path) -> None:
+    """Rename a sealed folder to its own name; one that is there already steps aside first."""
+    replaced = path.with_name(path.name + _REPLACED_SUFFIX)
+    if path.exists():
+        path.rename(replaced)
+    partial_path(path).rename(path)
+    _sync_folder(path.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def prune(folder: Path, keep_last: int) -> None:
+    """Remove all but the ``keep_last`` newest whole checkpoints; 0 keeps all. Damaged ones are left for a human."""
+    whole = [path for path in list_checkpoints(folder) if find_damage(path) is None]
+    for path in whole[keep_last:] if keep_last > 0 else []:
+        # Renamed first: a kill between two files must not leave a checkpoint that looks damaged.
+        path.rename(partial_path(path))
+        shutil.rmtree(partial_path(path))
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """List checkpoints, the last saved first, those whose seal is unreadable before all.
+
+    By the order of saving, not by step: a run that went back to an older step has its newest state at a lower one.
+    """
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+
+    def newest_last(path: Path) -> tuple[float, str]:
+        index = _save_index(path)
+        return (float("inf") if index is None else index, path.name)
+
+    return sorted(found, key=newest_last, reverse=True)
+
+
+def find_damage(path: Path) -> str | None:
+    """Say why a checkpoint is not whole; ``None`` when every file is there at its full size."""
+    if not path.is_dir():
+        return "there is no such folder"
+    if not (path / SEAL_FILE).is_file():
+        return f"{SEAL_FILE} is missing: the save never finished"
+    sizes = _read_seal(path).get("files")
+    if not isinstance(sizes, dict):
+        return f"{SEAL_FILE} is unreadable"
+    for required in (METADATA_FILE, STATE_FILE):
+        if required not in sizes:
+            return f"{SEAL_FILE} does not list {required}"
+    for name, size in sizes.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def _save_index(path: Path) -> int | None:
+    index = _read_seal(path).get("save_index")
+    return index if isinstance(index, int) else None
+
+
+def _read_seal(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((path / SEAL_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,121 @@
+"""What a checkpoint holds, as the live objects themselves: saving reads them, loading writes into them.
+
+Names are parameter fqns, which no topology changes: ``model.<fqn>``, ``optimizer.<fqn>.<name>``. A tied weight is there
+once, under its first name. Learning rate, betas and other hyperparameters are not: they belong to the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from torchtrain.errors import CheckpointError
+
+Scalar = bool | int | float | str | None
+RNG_PREFIX = "rng."
+_MAX_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Tensors that share memory with the model and the optimizer, and the optimizer's entries that are no tensors."""
+
+    tensors: dict[str, Tensor]
+    scalars: dict[str, dict[str, Scalar]]
+    """By parameter fqn, then by name."""
+
+
+def view_training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+    """Name the live tensors of a model and its optimizer, whose state is created if it has not stepped yet.
+
+    Raises:
+        CheckpointError: The optimizer keeps something that is neither a tensor nor a number.
+    """
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    # FSDP2 shards its parameters again when it is asked for the state; the optimizer is named by those same objects.
+    for fqn, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[f"model.{fqn}"] = tensor.detach()
+    scalars: dict[str, dict[str, Scalar]] = {}
+    optimizer_state = cast(dict[str, dict[str, Any]], get_optimizer_state_dict(model, optimizer)["state"])
+    for fqn, entries in optimizer_state.items():
+        for name, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{fqn}.{name}"] = value.detach()
+            elif isinstance(value, Scalar):
+                scalars.setdefault(fqn, {})[name] = value
+            else:
+                kind = type(value).__name__
+                raise CheckpointError(
+                    f"optimizer state {name} of {fqn} is a {kind}; only tensors and numbers are saved"
+                )
+    return TrainingState(tensors, scalars)
+
+
+def restore_scalars(model: nn.Module, optimizer: torch.optim.Optimizer, scalars: dict[str, dict[str, Scalar]]) -> None:
+    """Put the optimizer's entries that are no tensors back."""
+    for fqn, parameter in model.named_parameters():
+        if fqn in scalars:
+            optimizer.state[parameter].update(scalars[fqn])
+
+
+def view_rng_state(device: torch.device) -> dict[str, Tensor]:
+    """Read this rank's generators: the CPU's, and the device's where it has its own."""
+    prefix = f"{RNG_PREFIX}{dist.get_rank()}"
+    states = {f"{prefix}.cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[f"{prefix}.device"] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def restore_rng_state(states: dict[str, Tensor], device: torch.device) -> None:
+    """Set this rank's generators to what ``view_rng_state`` read."""
+    prefix = f"{RNG_PREFIX}{dist.get_rank()}"
+    torch.set_rng_state(states[f"{prefix}.cpu"])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[f"{prefix}.device"], device)
+
+
+def find_mismatch(metadata: Metadata, tensors: dict[str, Tensor], names_of_all_ranks: Iterable[str]) -> str | None:
+    """Say how a checkpoint differs from what would be loaded; ``None`` when every tensor has its counterpart.
+
+    Args:
+        metadata: What the checkpoint holds.
+        tensors: This rank's live tensors.
+        names_of_all_ranks: Names of all ranks' tensors: a pipeline stage has only its own.
+    """
+    saved = {
+        name: _describe(entry.size, entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and not name.startswith(RNG_PREFIX)
+    }
+    live = {name: _describe(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    missing = [name for name in live if name not in saved]
+    unknown = sorted(saved.keys() - set(names_of_all_ranks))
+    different = [
+        f"{name}: {saved[name]} there, {shown} here" for name, shown in live.items() if saved.get(name, shown) != shown
+    ]
+    parts = [
+        f"{what} {_show(names)}"
+        for what, names in (("lacks", missing), ("has besides", unknown), ("differs in", different))
+        if names
+    ]
+    return "; ".join(parts) or None
+
+
+def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _show(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
+    return ", ".join(names[:_MAX_NAMES_SHOWN]) + more
