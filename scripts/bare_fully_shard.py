@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -22,7 +23,7 @@ shape = (topology.dp_replicate_size, topology.dp_shard_size)
 mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 torch.manual_seed(job.training.seed)
 architecture = resolve_architecture(job.model.name, job.model.preset, job.model.overrides)
-model = load_spec(job.model.name).build(architecture).to(device, getattr(torch, job.model.init_dtype))
+model: Any = load_spec(job.model.name).build(architecture).to(device, getattr(torch, job.model.init_dtype))
 for weight in model.parameters():
     torch.nn.init.normal_(weight, std=0.02) if weight.dim() > 1 else torch.nn.init.ones_(weight)
 precision = build_mixed_precision(job.fsdp_config.mix_precision)
@@ -46,7 +47,7 @@ for step in range(1, job.training.steps + 1):
         logits = model(batch[:, :-1], positions, documents).flatten(0, 1).float()
         losses.append(torch.nn.functional.cross_entropy(logits, batch[:, 1:].flatten()) / micro_batches)
         losses[-1].backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), job.training.max_grad_norm or float("inf"))
+    norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), job.training.max_grad_norm or float("inf"))
     numbers = {"step": step, "loss": sum(loss.item() for loss in losses), "grad_norm": norm.full_tensor().item()}
     optimizer.step()
     optimizer.zero_grad()
