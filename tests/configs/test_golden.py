@@ -42,7 +42,7 @@ def test_job_can_run_as_it_is(path):
 
 
 def test_no_golden_file_is_left_over():
-    assert {path for path in GOLDEN.rglob("*.yaml")} == {golden_path(path) for path in JOBS}
+    assert set(GOLDEN.rglob("*.yaml")) == {golden_path(path) for path in JOBS}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 from ruamel.yaml.error import YAMLError
 
 from torchtrain.config.files import parse_yaml
-from torchtrain.config.nearest import did_you_mean, nearest_path
+from torchtrain.config.nearest import nearest_name, nearest_path
 from torchtrain.config.removed import explain_removed
 from torchtrain.config.schema import Key, job_keys, pattern_of
 from torchtrain.errors import Fault
@@ -26,6 +26,8 @@ _RULES = {
     "dataclass_type": "must be a mapping of keys to values",
     "too_long": "has too many elements",
 }
+
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 
 def explain(detail: Any) -> Fault:
@@ -62,7 +64,10 @@ def _explain_missing(detail: Any) -> Fault:
 
 
 def _choose(value: object, names: list[str]) -> str:
-    return did_you_mean(value, names) if isinstance(value, str) else f"for example {names[0]}"
+    if not isinstance(value, str):
+        return f"use for example {names[0]}"
+    nearest = _SHORT_DTYPES.get(value) or nearest_name(value, names)
+    return f'did you mean "{nearest}"?' if nearest in names else f"use for example {names[0]}"
 
 
 def _or_null(key: Key | None) -> str:
@@ -72,12 +77,14 @@ def _or_null(key: Key | None) -> str:
 def _fix(kind: str, value: object, key: Key | None) -> str:
     if kind == "dataclass_type":
         return "write its keys below it, or leave it out to take every default"
+    if kind == "tuple_type":
+        return "write it in brackets, [a, b], or one element per line after a dash"
     if isinstance(value, float) and value.is_integer() and kind.startswith("int"):
         return f"write {int(value)}"
     if kind == "string_type" and isinstance(value, bool | int | float):
-        return f'quote it: "{json.dumps(value)}"'
+        return f'quote it: "{json.dumps(value)}" in the file, \'"{json.dumps(value)}"\' on the command line'
     if kind == "string_type" and isinstance(value, dict):
-        return "quote it where it holds a colon and a space"
+        return 'quote it, since a colon and a space make a mapping: "..." in the file, \'"..."\' on the command line'
     if isinstance(value, str) and _reads_as_another_type(value):
         return f"write {value} without quotes"
     return f"write one{_default_hint(key)}"

@@ -5,6 +5,7 @@ Knows nothing about the keys. What cannot be read at all stops here with a `Conf
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,12 +21,21 @@ SUFFIXES = (".yaml", ".yml", ".toml")
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse one YAML 1.2 document.
+    """Parse one YAML 1.2 document into a tree of JSON types.
 
     Raises:
-        YAMLError: Bad syntax or a duplicate key.
+        YAMLError: Bad syntax, a duplicate key, or something that JSON has not, such as a node that contains itself.
     """
-    return YAML(typ="safe", pure=True).load(text)
+    tree = YAML(typ="safe", pure=True).load(text)
+    try:
+        return _as_json_tree(tree)
+    except (TypeError, ValueError) as error:
+        raise YAMLError(str(error)) from None
+
+
+def _as_json_tree(tree: Any) -> Any:
+    """A copy with nothing shared: an override of an anchored node must not change its aliases. Dates become text."""
+    return json.loads(json.dumps(tree, default=str))
 
 
 def read_mapping(path: Path, *, extended_from: tuple[Path, ...] = ()) -> Mapping:
@@ -78,7 +88,7 @@ def _parse_file(path: Path, *, named_by: str) -> Mapping:
     except (OSError, UnicodeDecodeError) as error:
         _refuse(named_by, str(path), f"cannot be read ({error})", "give a readable UTF-8 text file")
     try:
-        mapping = tomllib.loads(text) if path.suffix == ".toml" else parse_yaml(text)
+        mapping = _as_json_tree(tomllib.loads(text)) if path.suffix == ".toml" else parse_yaml(text)
     except tomllib.TOMLDecodeError as error:
         _refuse(named_by, str(path), f"is not valid TOML: {error}", "correct the file there")
     except MarkedYAMLError as error:

@@ -87,21 +87,20 @@ def _follows_from(fault: Fault, unread_path: str) -> bool:
 
 def _validate(mapping: Mapping) -> tuple[Job, list[Fault]]:
     """Validate, and again without what was wrong, until what is left is a job."""
-    text = json.dumps(mapping, default=str)
+    tree = json.loads(json.dumps(mapping))
     faults: list[Fault] = []
     while True:
         try:
-            return _ADAPTER.validate_json(text), faults
+            # Through JSON, where strict mode takes an integer for a number and a list for a tuple, and nothing else.
+            return _ADAPTER.validate_json(json.dumps(tree)), faults
         except ValidationError as error:
             details = error.errors(include_url=False)
         # What was taken away in the last round may now be missing: that is no second fault.
         known = {fault.path for fault in faults}
         faults += [fault for fault in map(explain, details) if fault.path not in known]
-        tree = json.loads(text)
         # Deepest and last first, so that removing a list element moves no index still to come.
         for location in sorted({_removal(detail) for detail in details}, reverse=True):
             _remove(tree, location)
-        text = json.dumps(tree)
 
 
 def _removal(detail: Any) -> Location:

@@ -90,8 +90,8 @@ def find_job_warnings(job: Job) -> list[str]:
     ]
     if job.model.init_dtype != "float32":
         warnings.append(
-            f"model.init_dtype = {job.model.init_dtype} keeps the optimizer's state in that dtype too, so small updates "
-            "are lost: prefer model.init_dtype: float32 with fsdp_config.mix_precision.param_dtype for the compute dtype"
+            f"model.init_dtype = {job.model.init_dtype} keeps the optimizer's state in that dtype too, so small "
+            "updates are lost: prefer float32 here and the low precision in fsdp_config.mix_precision.param_dtype"
         )
     if job.dataset.holdout_fraction > 0 and job.task.eval_interval == 0:
         warnings.append("dataset.holdout_fraction keeps data from training that nothing reads: task.eval_interval is 0")
@@ -225,19 +225,18 @@ def _check_schedule(job: Job) -> Iterator[Fault]:
     config, steps = job.lr_scheduler, job.training.steps
     if not 0 <= config.min_lr_ratio <= 1:
         yield Fault("lr_scheduler.min_lr_ratio", config.min_lr_ratio, "must be from 0 to 1", "use for example 0.1")
-    if config.warmup_steps > steps:
+    if config.warmup_steps > steps >= 1:
         yield Fault(
             "lr_scheduler.warmup_steps",
             config.warmup_steps,
             f"must not exceed training.steps = {steps}",
             f"use {steps} or fewer",
         )
-    elif config.name == "wsd" and config.decay_steps is not None and config.warmup_steps + config.decay_steps > steps:
+    elif config.name == "wsd" and config.warmup_steps + (config.decay_steps or 0) > steps >= 1:
         yield Fault(
             "lr_scheduler.decay_steps",
             config.decay_steps,
-            f"must leave room: lr_scheduler.warmup_steps + decay_steps is {config.warmup_steps + config.decay_steps}, "
-            f"more than training.steps = {steps}",
+            f"must fit beside lr_scheduler.warmup_steps = {config.warmup_steps} into training.steps = {steps}",
             f"use {max(steps - config.warmup_steps, 0)} or fewer",
         )
 

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+
+from torchtrain.config.availability import NOT_YET, find_unavailable
+from torchtrain.config.load import read_job
+
+ASKS = [
+    "accelerator.tp_size=2",
+    "accelerator.cp_size=2",
+    "accelerator.ep_size=2",
+    "accelerator.pp_size=2",
+    "accelerator.sequence_parallel=true",
+    "accelerator.loss_parallel=true",
+    "fsdp_config.replicate_params=[norm.weight]",
+    "fsdp_config.mix_precision.fp32_main_grad=true",
+    "optimizer.fp32_main_params=true",
+    "fsdp_config.enable_offload=true",
+    "fsdp_config.comm_fusion=true",
+    "dist_config.name=fsdpturbo",
+    "dist_config.ep_dispatcher=fused",
+    "kernel_config.name=auto, flash-linear-attention",
+    "kernel_config.include_kernels=chunk_gated_delta_rule",
+    "model.hf_path=weights",
+    "debug.comm_trace=true",
+]
+
+
+@pytest.mark.parametrize("override", ASKS)
+def test_feature_of_a_later_version_stops_with_one_error_that_names_the_key(override):
+    reading = read_job(None, [override])
+    assert reading.faults == ()
+    (fault,) = find_unavailable(reading.job)
+    assert fault.path == override.partition("=")[0]
+    assert fault.rule.startswith("not available yet")
+    assert fault.fix.endswith("for now")
+
+
+def test_defaults_are_available():
+    assert find_unavailable(read_job(None).job) == []
+
+
+def test_every_row_is_tried_here():
+    assert {row.path for row in NOT_YET} == {override.partition("=")[0] for override in ASKS}
