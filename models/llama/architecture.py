@@ -102,12 +102,12 @@ def _rope_faults(architecture: LlamaArchitecture) -> Iterator[Fault]:
 PRESETS = {
     "debug": LlamaArchitecture(
         vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=688,
+        hidden_size=192,
+        intermediate_size=512,
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
-        head_dim=32,
+        head_dim=24,
         max_position_embeddings=4096,
         rope_theta=10_000.0,
     ),

@@ -43,12 +43,12 @@ class RotaryTable:
     round to bf16 what has to tell neighbouring positions apart.
 
     Attributes:
-        cos_BT1H, sin_BT1H: fp32, equal in both halves of H.
+        cos_BT1F, sin_BT1F: fp32, broadcast over heads.
     """
 
-    def __init__(self, cos_BT1H: Tensor, sin_BT1H: Tensor) -> None:
-        self.cos_BT1H = cos_BT1H
-        self.sin_BT1H = sin_BT1H
+    def __init__(self, cos_BT1F: Tensor, sin_BT1F: Tensor) -> None:
+        self.cos_BT1F = cos_BT1F
+        self.sin_BT1F = sin_BT1F
 
     def rotate(self, x_BTNH: Tensor) -> Tensor:
         """Rotate every head by its token's angles.
@@ -60,10 +60,10 @@ class RotaryTable:
         Numerics:
             In fp32, rounded to the input's dtype at the end.
         """
-        x_f32_BTNH = x_BTNH.float()
-        first_BTNF, second_BTNF = x_f32_BTNH.chunk(2, dim=-1)
-        turned_BTNH = torch.cat((-second_BTNF, first_BTNF), dim=-1)
-        return (x_f32_BTNH * self.cos_BT1H + turned_BTNH * self.sin_BT1H).to(x_BTNH.dtype)
+        first_BTNF, second_BTNF = x_BTNH.float().chunk(2, dim=-1)
+        turned_first_BTNF = first_BTNF * self.cos_BT1F - second_BTNF * self.sin_BT1F
+        turned_second_BTNF = second_BTNF * self.cos_BT1F + first_BTNF * self.sin_BT1F
+        return torch.cat((turned_first_BTNF, turned_second_BTNF), dim=-1).to(x_BTNH.dtype)
 
 
 def build_rotary_table(positions_BT: Tensor, config: RopeConfig) -> RotaryTable:
@@ -75,8 +75,7 @@ def build_rotary_table(positions_BT: Tensor, config: RopeConfig) -> RotaryTable:
     """
     frequencies_F = _inverse_frequencies(config, positions_BT.device)
     angles_BT1F = positions_BT[:, :, None, None].float() * frequencies_F
-    angles_BT1H = torch.cat((angles_BT1F, angles_BT1F), dim=-1)
-    return RotaryTable(angles_BT1H.cos(), angles_BT1H.sin())
+    return RotaryTable(angles_BT1F.cos(), angles_BT1F.sin())
 
 
 def _inverse_frequencies(config: RopeConfig, device: torch.device) -> Tensor:

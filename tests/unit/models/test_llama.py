@@ -28,7 +28,7 @@ def initialised(architecture, seed=0):
 @pytest.mark.parametrize(
     ("preset", "num_parameters"),
     [
-        ("debug", 4_999_424),
+        ("debug", 3_196_608),
         # The counts that Hugging Face shows for the published checkpoints.
         ("1b", 1_235_814_400),
         ("3b", 3_212_749_824),

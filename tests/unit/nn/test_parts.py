@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import is_dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,10 +50,17 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
 
 def test_positions_beyond_fp16_range_keep_neighbours_apart_in_bf16():
     table = build_rotary_table(torch.tensor([[100_000, 100_001]]), RopeConfig(head_dim=16, theta=500_000.0))
-    assert table.cos_BT1H.dtype == torch.float32
+    assert table.cos_BT1F.dtype == torch.float32
     rotated = table.rotate(torch.ones(1, 2, 1, 16, dtype=torch.bfloat16))
     assert rotated.dtype == torch.bfloat16
     assert not torch.equal(rotated[0, 0], rotated[0, 1])
+
+
+def test_the_table_is_opaque_to_those_who_cast_the_contents_of_containers():
+    """FSDP's ``cast_forward_inputs`` walks dataclasses and pytrees; it must not round angles to bf16."""
+    table = build_rotary_table(torch.arange(3)[None], RopeConfig(4, 10.0))
+    assert torch.utils._pytree.tree_leaves(table) == [table]
+    assert not is_dataclass(table)
 
 
 def test_llama3_scaling_keeps_fast_and_stretches_slow_frequencies():
@@ -59,8 +68,8 @@ def test_llama3_scaling_keeps_fast_and_stretches_slow_frequencies():
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     )
     one = torch.ones(1, 1, dtype=torch.int64)
-    plain = build_rotary_table(one, RopeConfig(128, 500_000.0)).sin_BT1H.asin()[0, 0, 0, :64]
-    scaled = build_rotary_table(one, RopeConfig(128, 500_000.0, scaling)).sin_BT1H.asin()[0, 0, 0, :64]
+    plain = build_rotary_table(one, RopeConfig(128, 500_000.0)).sin_BT1F.asin()[0, 0, 0]
+    scaled = build_rotary_table(one, RopeConfig(128, 500_000.0, scaling)).sin_BT1F.asin()[0, 0, 0]
     ratio = plain / scaled
     assert ratio[1:20].allclose(torch.ones(19), rtol=1e-5)
     assert ratio[-10:].allclose(torch.full((10,), 8.0), rtol=1e-5)
