@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.registry import load_spec, resolve_architecture
+from torchtrain.config.availability import find_unavailable
 from torchtrain.config.job import Job
 from torchtrain.config.load import read_job
 from torchtrain.config.rules import find_job_faults
@@ -70,7 +71,12 @@ def check_job(argv: Sequence[str], world_size: int) -> CheckedJob:
     path, overrides = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
     reading = read_job(path, overrides)
     job = reading.job
-    faults = [*reading.faults, *find_job_faults(job), *find_topology_faults(job, world_size)]
+    faults = [
+        *reading.faults,
+        *find_unavailable(job),
+        *find_job_faults(job),
+        *find_topology_faults(job, world_size),
+    ]
     architecture = None
     try:
         architecture = resolve_architecture(job.model.name, job.model.preset, job.model.overrides)

@@ -112,10 +112,8 @@ def _execute(run: Run, stop_signal: StopSignal) -> int:
         meshes=run.meshes,
         stop_signal=stop_signal,
     )
-    resume_from = checkpointer.resolve_resume()
-    if resume_from is not None:
-        trainer.resume(resume_from)
-    with _instruments(run, resume_step=trainer.progress.step if resume_from else None) as instruments:
+    is_resumed = trainer.resume()
+    with _instruments(run, resume_step=trainer.progress.step if is_resumed else None) as instruments:
         is_finished = trainer.run(
             open_loader=partial(_open_train_loader, run, dataset),
             evaluate=_evaluator(run, model, task, dataset, precision),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -87,16 +86,22 @@ class Trainer:
         self._stop_signal = stop_signal
         self.progress = Progress()
 
-    def resume(self, path: Path) -> None:
-        """Continue from a checkpoint.
+    def resume(self) -> bool:
+        """Continue from the checkpoint that the job names, if it names one and there is one.
+
+        Returns:
+            Whether there was one.
 
         Collective: the whole world.
         """
-        state = self._checkpointer.load(path, self._model, self._optimizer)
+        state = self._checkpointer.resume(self._model, self._optimizer)
+        if state is None:
+            return False
         self.progress = Progress(step=state["step"], tokens_seen=state["tokens_seen"])
         if self._scaler and state.get("loss_scaler"):
             self._scaler.load_state_dict(state["loss_scaler"])
-        logger.info(f"resumed from {path} after step {self.progress.step}")
+        logger.info(f"resumed after step {self.progress.step}, {self.progress.tokens_seen} tokens seen")
+        return True
 
     def run(
         self,
