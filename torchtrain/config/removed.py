@@ -95,6 +95,7 @@ REMOVED_KEYS: dict[str, Removed] = {
     "ep_size": Removed("stands in a section", "write accelerator.ep_size; under fsdpturbo dist_config.ep_size"),
     "bf16": _PRECISION,
     "fp16": _PRECISION,
+    "extends": Removed("is read from a job file, not from the command line", "write it at the top of the file"),
     # Peers' words.
     "training.bf16": _PRECISION,
     "training.dtype": _PRECISION,

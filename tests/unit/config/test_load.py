@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from torchtrain.config.job import Job
-from torchtrain.config.load import load_job, read_job
-from torchtrain.errors import ConfigError
+from torchtrain.config.load import collect_faults, load_job, read_job
+from torchtrain.errors import ConfigError, Fault
 
 MINIMAL = "dataset: {sources: [{path: corpus}]}\n"
 
@@ -131,6 +131,7 @@ def test_unknown_key_fails_with_its_path_and_the_nearest_name(override, guess):
         ("dist_config.dist_timeout=60", "public topology", "write accelerator.dist_timeout_s"),
         ("dist_config.ep_modules=[a]", "decided by the model family", "remove it"),
         ("dist_config.ep_fsdp_modules=[a]", "decided by the model family", "remove it"),
+        ("extends=base.yaml", "read from a job file", "at the top of the file"),
         ("bf16=true", "mixes storage and compute dtype", "model.init_dtype"),
         ("learning_rate=1e-3", "another trainer's word", "optimizer.lr"),
         ("training.gradient_accumulation_steps=2", "is derived", "training.global_batch_size"),
@@ -158,6 +159,11 @@ def test_unreadable_value_is_replaced_by_its_default(write):
 def test_default_standing_in_for_an_unreadable_value_causes_no_second_fault(write):
     said = message_of(write("training: {global_batch_size: '64', micro_batch_size: 16}\ndataset: {sources: 3}\n"))
     assert "2 faults" in said
+
+
+def test_a_fault_found_twice_is_listed_once_whatever_its_value():
+    fault = Fault("dataset.sources", [], "must not be empty", "add one")
+    assert collect_faults(read_job(None), [fault], [fault]) == [fault]
 
 
 @pytest.mark.parametrize(
