@@ -6,6 +6,7 @@ Weights are random and large (norms and biases too), so that no part of the mode
 from __future__ import annotations
 
 from dataclasses import asdict, fields
+from typing import Any
 
 import pytest
 import torch
@@ -77,9 +78,8 @@ def random_llama(architecture: LlamaArchitecture) -> nn.Module:
 
 def build_reference(architecture: LlamaArchitecture, state_dict: dict) -> nn.Module:
     values = asdict(architecture)
-    reference = ReferenceDecoder(
-        ReferenceConfig(**{field.name: values[field.name] for field in fields(ReferenceConfig)})
-    )
+    known: dict[str, Any] = {field.name: values[field.name] for field in fields(ReferenceConfig)}
+    reference = ReferenceDecoder(ReferenceConfig(**known))
     reference.load_state_dict(state_dict)
     return reference
 
@@ -113,10 +113,17 @@ def plain_mean_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.
     return (torch.logsumexp(logits_BTV[rows, columns], dim=-1) - chosen).mean()
 
 
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        fqn.removeprefix("model."): parameter.grad
+        for fqn, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
 def assert_same_gradients(model: nn.Module, oracle: nn.Module) -> None:
-    expected = {fqn.removeprefix("model."): parameter.grad for fqn, parameter in oracle.named_parameters()}
-    actual = {fqn: parameter.grad for fqn, parameter in model.named_parameters()}
-    assert actual.keys() == expected.keys()
+    expected, actual = gradients(oracle), gradients(model)
+    assert actual.keys() == expected.keys() == dict(model.named_parameters()).keys()
     errors = {fqn: relative_error(actual[fqn], expected[fqn]) for fqn in actual}
     assert all(gradient.any() for gradient in actual.values())
     assert max(errors.values()) <= MODEL_GRADIENT, errors

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from models.llama.architecture import PRESETS
 from models.llama.model import build_llama
-from models.registry import resolve_architecture
 from torchtrain.activation_checkpoint import apply_activation_checkpoint
 from torchtrain.compile import apply_compile
 from torchtrain.config.training import ActivationCheckpointConfig, CompileConfig
@@ -13,10 +16,8 @@ from torchtrain.losses.cross_entropy import token_losses
 from torchtrain.testing.compare import relative_error
 from torchtrain.testing.tolerances import MODEL_GRADIENT
 
-ARCHITECTURE = resolve_architecture(
-    "llama",
-    "debug",
-    {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8},
+ARCHITECTURE = replace(
+    PRESETS["debug"], vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3, head_dim=8
 )
 
 
@@ -43,7 +44,7 @@ def test_disabled_leaves_the_model_alone():
 @pytest.mark.parametrize("mode", ["none", "full", "selective_op"])
 def test_compiled_blocks_share_one_graph_and_keep_losses_and_gradients(mode):
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter: Any = CompileCounterWithBackend("aot_eager")
     plain, compiled = build(), build()
     apply_activation_checkpoint(compiled, ActivationCheckpointConfig(mode=mode))
     apply_compile(compiled, CompileConfig(enabled=True, fullgraph=True, backend=counter))
@@ -51,5 +52,8 @@ def test_compiled_blocks_share_one_graph_and_keep_losses_and_gradients(mode):
     assert list(compiled.state_dict()) == list(plain.state_dict())
     assert relative_error(run(compiled), run(plain)) <= MODEL_GRADIENT
     for fqn, parameter in compiled.named_parameters():
-        assert relative_error(parameter.grad, plain.get_parameter(fqn).grad) <= MODEL_GRADIENT, fqn
+        gradient, expected = parameter.grad, plain.get_parameter(fqn).grad
+        assert gradient is not None
+        assert expected is not None
+        assert relative_error(gradient, expected) <= MODEL_GRADIENT, fqn
     assert counter.frame_count == 1

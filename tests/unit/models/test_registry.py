@@ -2,11 +2,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from models.registry import FAMILIES, load_spec, resolve_architecture
 from torchtrain.errors import ConfigError
+
+
+def resolve(preset: str, overrides: dict[str, Any]) -> Any:
+    return resolve_architecture("llama", preset, overrides)
 
 
 def faults_of(name="llama", preset="debug", **overrides):
@@ -28,16 +33,16 @@ def test_every_family_has_its_own_spec():
 
 
 def test_overrides_replace_preset_fields():
-    architecture = resolve_architecture("llama", "8b", {"num_hidden_layers": 3, "rope_theta": 10_000})
+    architecture = resolve("8b", {"num_hidden_layers": 3, "rope_theta": 10_000})
     assert architecture.num_hidden_layers == 3
     assert architecture.rope_theta == 10_000.0
     assert architecture.hidden_size == 4096
 
 
 def test_an_override_of_a_nested_key_keeps_its_neighbours():
-    scaling = resolve_architecture("llama", "8b", {"rope_scaling": {"factor": 2.0}}).rope_scaling
+    scaling = resolve("8b", {"rope_scaling": {"factor": 2.0}}).rope_scaling
     assert (scaling.factor, scaling.high_freq_factor, scaling.original_max_position_embeddings) == (2.0, 4.0, 8192)
-    assert resolve_architecture("llama", "8b", {"rope_scaling": None}).rope_scaling is None
+    assert resolve("8b", {"rope_scaling": None}).rope_scaling is None
 
 
 def test_unknown_names_are_refused_with_the_nearest():

@@ -78,6 +78,7 @@ def test_llama3_scaling_keeps_fast_and_stretches_slow_frequencies():
 
 def test_mask_allows_earlier_tokens_of_the_same_document_only():
     mask_B1TT = SDPACore().build_mask(torch.tensor([[4, 4, 9], [0, 1, 1]], dtype=torch.int32))
+    assert mask_B1TT is not None
     assert mask_B1TT.tolist() == [
         [[[True, False, False], [True, True, False], [False, False, True]]],
         [[[True, False, False], [False, True, False], [False, True, True]]],
