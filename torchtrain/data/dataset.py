@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,14 @@ from torchtrain.runtime.logging import get_logger
 from torchtrain.runtime.seed import derive_seed
 
 _LOG = get_logger(__name__)
-_PERMUTATIONS_KEPT = 16  # one per source and epoch in use; a worker that crosses an epoch needs two for a moment
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """In which order one epoch of a source reads its sequences."""
+
+    epoch: int
+    order: NDArray[np.unsignedinteger]
 
 
 class SequenceDataset:
@@ -60,6 +67,8 @@ class SequenceDataset:
         self.padding = padding
         self._layouts = tuple(layouts)
         self._seed = seed
+        # Of each source the epoch in use: readers move forward, and an order takes four bytes a sequence.
+        self._orders: dict[int, EpochOrder] = {}
         eval_counts = [_count_held_out(len(layout), holdout_fraction) for layout in layouts]
         self._train_counts = [len(layout) - held_out for layout, held_out in zip(layouts, eval_counts, strict=True)]
         self._mixture = build_mixture(weights)
@@ -84,8 +93,12 @@ class SequenceDataset:
     def _shuffle(self, source: int, epoch: int, place: int) -> int:
         if self._seed is None:
             return place
-        seed = derive_seed(self._seed, "data order", self.source_names[source], epoch)
-        return int(_draw_permutation(seed, self._train_counts[source])[place])
+        current = self._orders.get(source)
+        if current is None or current.epoch != epoch:
+            seed = derive_seed(self._seed, "data order", self.source_names[source], epoch)
+            current = EpochOrder(epoch, _draw_permutation(seed, self._train_counts[source]))
+            self._orders[source] = current
+        return int(current.order[place])
 
 
 def build_dataset(job: Job, tokenizer: Tokenizer, *, vocab_size: int, show_progress: bool) -> SequenceDataset:
@@ -143,15 +156,14 @@ def build_dataset(job: Job, tokenizer: Tokenizer, *, vocab_size: int, show_progr
     return dataset
 
 
-@lru_cache(maxsize=_PERMUTATIONS_KEPT)
 def _draw_permutation(seed: int, count: int) -> NDArray[np.unsignedinteger]:
-    """Draw an order of ``count`` sequences; four bytes each where that is enough."""
     dtype = np.uint32 if count <= 1 << 32 else np.uint64
     return np.random.Generator(np.random.PCG64(seed)).permutation(np.arange(count, dtype=dtype))
 
 
 def _count_held_out(num_sequences: int, fraction: float) -> int:
-    return max(1, round(num_sequences * fraction)) if fraction > 0 else 0
+    """At least one is held out where any should be, and at least one stays to train on."""
+    return min(num_sequences - 1, max(1, round(num_sequences * fraction))) if fraction > 0 else 0
 
 
 def _name_sources(sources: Sequence[SourceConfig]) -> list[str]:
