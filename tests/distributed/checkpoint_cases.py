@@ -31,12 +31,13 @@ class OddModel(nn.Module):
         self.up = nn.Linear(width, 6)
         self.head = nn.Linear(6, 13, bias=False)
         self.head.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.register_buffer("offset", torch.zeros(3))
 
     def forward(self, ids: Tensor) -> Tensor:
         # The noise makes a generator that was not restored visible in the loss.
         x = self.embed(ids) + 0.1 * torch.rand(6)
-        return self.head(x + self.up(torch.tanh(self.down(x)))) + self.offset.sum()
+        return self.head(x + self.up(torch.tanh(self.down(x)))) + (self.offset * self.frozen).sum()
 
 
 class Run:
@@ -83,6 +84,8 @@ def save_after_training(topology: str, folder: Path, *, steps: int = 3, **keys: 
     """Train, save, and return what the checkpoint must hold."""
     run = Run(topology, folder, **keys)
     run.train(steps)
+    with torch.no_grad():  # As an evaluation does: it leaves the root's parameters unsharded.
+        run.model(torch.arange(6))
     run.save()
     run.checkpointer.wait()
     return run.whole_tensors()

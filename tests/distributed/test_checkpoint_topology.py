@@ -49,7 +49,7 @@ def test_names_are_fqns_and_a_tied_weight_is_saved_once(tmp_path):
     run_ranks(save_after_training, 2, "fsdp2", tmp_path)
     names = set(read_metadata(tmp_path / "step_00000003").state_dict_metadata)
     model = {"embed.weight", "down.weight", "down.bias", "up.weight", "up.bias"}
-    expected = {f"model.{fqn}" for fqn in model} | {"model.offset", "rng.0.cpu", "rng.1.cpu"}
+    expected = {f"model.{fqn}" for fqn in model} | {"model.frozen", "model.offset", "rng.0.cpu", "rng.1.cpu"}
     assert names == expected | {
         f"optimizer.{fqn}.{entry}" for fqn in model for entry in ("step", "exp_avg", "exp_avg_sq")
     }
@@ -85,7 +85,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path, topology, async_s
 def resume_counting(folder, target):
     run = Run("plain", folder, seed=1, resume="auto", target=target)
     run.checkpointer.resume(run.model, run.optimizer)
-    return [run.optimizer.state[p]["count"] for p in run.model.parameters()]
+    return [run.optimizer.state[p]["count"] for p in run.optimizer.param_groups[0]["params"]]
 
 
 def test_optimizer_entries_that_are_numbers_go_through_json(tmp_path):
@@ -93,7 +93,7 @@ def test_optimizer_entries_that_are_numbers_go_through_json(tmp_path):
     run_ranks(save_after_training, 1, "plain", tmp_path, target=target)
     record = json.loads((tmp_path / "step_00000003" / "state.json").read_text())
     assert record["optimizer_scalars"]["up.bias"] == {"count": 3}
-    assert run_ranks(resume_counting, 1, tmp_path, target)[0] == [3] * 5
+    assert run_ranks(resume_counting, 1, tmp_path, target)[0] == [3] * 3
 
 
 def generators_after_resume(folder):

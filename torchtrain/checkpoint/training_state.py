@@ -56,7 +56,7 @@ def view_training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> T
             else:
                 kind = type(value).__name__
                 raise CheckpointError(
-                    f"optimizer state {name} of {fqn} is a {kind}; only tensors and numbers are saved"
+                    f"optimizer state {name} of {fqn} is of type {kind}: only tensors and numbers are saved"
                 )
     return TrainingState(tensors, scalars)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 _PRELOAD = (
     "torch",
@@ -72,7 +72,7 @@ class _Call:
                 return
             by_connection = {self.connections[rank]: rank for rank in silent}
             for connection in wait(list(by_connection), timeout=remaining):
-                self._take(by_connection[connection])
+                self._take(by_connection[cast(Connection, connection)])
             if self.failures:
                 deadline = min(deadline, self.failures[0].at + _GRACE_SECONDS)
 

@@ -1,0 +1,1 @@
+"""Checkpoint folders and their metadata, without ranks."""
