@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torchtrain.config.data import SourceConfig
 from torchtrain.config.job import Job
 from torchtrain.data.cache import TokenCache, load_or_build_cache
-from torchtrain.data.mixture import Slot, build_mixture, interleave
+from torchtrain.data.mixture import build_mixture, interleave
 from torchtrain.data.packing import SequenceLayout, TokenSequence, build_layout, build_padding_sequence
 from torchtrain.data.tokenizer import Tokenizer
 from torchtrain.errors import DataError
@@ -87,7 +87,7 @@ class SequenceDataset:
         """Assemble a held-out sequence, ``index`` below ``num_eval_sequences``; always in the same order."""
         if not 0 <= index < self.num_eval_sequences:
             raise IndexError(f"held-out sequence {index} of {self.num_eval_sequences}")
-        slot: Slot = self._eval_order.locate(index)
+        slot = self._eval_order.locate(index)
         return self._layouts[slot.source].read(self._train_counts[slot.source] + slot.index)
 
     def _shuffle(self, source: int, epoch: int, place: int) -> int:
