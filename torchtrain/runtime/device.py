@@ -95,6 +95,16 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
+def device_rng_state(device: torch.device) -> torch.Tensor | None:
+    """Read the device's own random generator; ``None`` on the CPU, whose generator is torch's global one."""
+    return None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def set_device_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    """Set the device's own random generator to what ``device_rng_state`` read."""
+    torch.get_device_module(device).set_rng_state(state, device)
+
+
 def has_fused_adamw(device: torch.device) -> bool:
     """Say whether ``torch.optim.AdamW(fused=True)`` has a kernel for this device."""
     return device.type in ("cpu", "cuda")

@@ -56,6 +56,12 @@ def read_launch_env(environ: Mapping[str, str] | None = None) -> LaunchEnv:
     return LaunchEnv(rank, local_rank, world_size, local_world_size, is_launched=True)
 
 
+def set_launch_env(rank: int, world_size: int) -> None:
+    """Say what torchrun would say to one of several ranks on this node, the rendezvous excepted."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in names.items()})
+
+
 def set_env_default(name: str, value: str) -> None:
     """Set a variable that a library reads later, unless the user has set it."""
     os.environ.setdefault(name, value)

@@ -3,6 +3,7 @@ import logging
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -27,7 +28,7 @@ REQUIRED_KEYS = [
 
 
 def make_report(step, **changes):
-    values = {
+    values: dict[str, Any] = {
         "step": step,
         "loss": 5.0 - step / 10,
         "grad_norm": 0.5,

@@ -2,11 +2,11 @@ import pytest
 import torch
 
 from torchtrain.errors import ConfigError
-from torchtrain.runtime import device as device_module
 from torchtrain.runtime.device import (
     count_accelerators,
     default_backend,
     device_description,
+    device_rng_state,
     find_peak_flops,
     has_fused_adamw,
     has_memory_snapshot,
@@ -14,6 +14,7 @@ from torchtrain.runtime.device import (
     peak_memory_bytes,
     reset_peak_memory,
     resolve_device,
+    set_device_rng_state,
     synchronize,
 )
 
@@ -27,6 +28,7 @@ def test_the_cpu_answers_every_question():
     assert has_fused_adamw(CPU)
     assert peak_flops(CPU) is None
     assert not has_memory_snapshot(CPU)
+    assert device_rng_state(CPU) is None
     assert "CPU" in device_description(CPU)
     synchronize(CPU)
     reset_peak_memory(CPU)
@@ -83,4 +85,15 @@ def test_accelerator_memory_mark_can_be_reset():
     del ballast
     reset_peak_memory(device)
     assert peak_memory_bytes(device) < 2**28
-    assert device_module.default_backend(device).startswith("cpu:gloo")
+    assert default_backend(device).startswith("cpu:gloo")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(count_accelerators() == 0, reason="needs an accelerator")
+def test_accelerator_draws_can_be_repeated():
+    device = resolve_device("auto", 0)
+    state = device_rng_state(device)
+    assert state is not None
+    first = torch.rand(4, device=device)
+    set_device_rng_state(device, state)
+    assert torch.equal(torch.rand(4, device=device), first)
