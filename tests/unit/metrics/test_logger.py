@@ -153,9 +153,10 @@ def test_tensorboard_holds_scalars_sources_and_the_job(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
     assert events.Scalars("train/loss")[0].value == pytest.approx(4.9)
-    tags = set(events.Tags()["scalars"])
-    assert {f"train/{key}" for key in REQUIRED_KEYS[1:]} <= tags
-    assert {"loss_by_source/a", "loss_by_source/b", "eval/loss"} <= tags
+    tags = events.Tags()["scalars"]
+    assert isinstance(tags, list)
+    assert {f"train/{key}" for key in REQUIRED_KEYS[1:]} <= set(tags)
+    assert {"loss_by_source/a", "loss_by_source/b", "eval/loss"} <= set(tags)
     assert b"name: llama" in events.Tensors("job/text_summary")[0].tensor_proto.string_val[0]
 
 

@@ -23,6 +23,8 @@ sys.exit(code)
 @pytest.fixture(scope="module")
 def benchmark():
     spec = importlib.util.spec_from_file_location("benchmark", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["benchmark"] = module
     spec.loader.exec_module(module)
