@@ -71,6 +71,7 @@ def build_agent(config: LaunchConfig, command: str, arguments: Sequence[str]) ->
         master_port=int(port) if port else None,
         local_addr=config.local_addr,
     )
+    assert config.logs_specs is not None  # LaunchConfig fills it in
     return LocalElasticAgent(spec=spec, logs_specs=config.logs_specs)
 
 

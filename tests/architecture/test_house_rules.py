@@ -195,6 +195,13 @@ def test_the_list_of_private_uses_is_not_stale(path: str) -> None:
     assert list(private_torch_uses(SourceFile(path, (ROOT / path).read_text()))) != []
 
 
+def test_links_in_documents_lead_somewhere() -> None:
+    documents = [file for file in text_files() if file.path.endswith(".md")]
+    links = [(file.path, link) for file in documents for link in re.findall(r"\]\(([^)#\s]+)", file.text)]
+    relative = [(path, link) for path, link in links if "://" not in link]
+    assert [(path, link) for path, link in relative if not (ROOT / path).parent.joinpath(link).exists()] == []
+
+
 def test_long_test_files_are_split() -> None:
     tests = [file for file in text_files() if file.path.startswith("tests/") and file.path.endswith(".py")]
     assert [file.path for file in tests if list(find_long_files(file))] == []
