@@ -86,6 +86,11 @@ def delete_seal(path):
     (path / "complete.json").unlink()
 
 
+def empty_state(path):
+    size = (path / "state.json").stat().st_size
+    (path / "state.json").write_text("{}".ljust(size))
+
+
 def garble_metadata(path):
     content = bytearray((path / ".metadata").read_bytes())
     content[40:60] = bytes(20)
@@ -109,12 +114,13 @@ def overwrite_data(path):
     file.write_bytes(bytes(file.stat().st_size))
 
 
-def test_data_that_turns_out_unreadable_is_refused_too(tmp_path):
+@pytest.mark.parametrize("harm", [overwrite_data, empty_state])
+def test_content_that_turns_out_unreadable_is_passed_over_too(tmp_path, harm):
     run_ranks(save_steps, 2, "fsdp2", tmp_path, 2, {})
-    overwrite_data(tmp_path / "step_00000002")
+    harm(tmp_path / "step_00000002")
     for state, messages in run_ranks(resume_auto, 2, "fsdp2", tmp_path):
         assert state["step"] == 1
-        assert any("step_00000002 cannot be read" in message for message in messages)
+        assert any("step_00000002" in message and "cannot be read" in message for message in messages)
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_names(tmp_path):
@@ -147,12 +153,12 @@ def test_a_refused_checkpoint_has_changed_nothing(tmp_path):
 
 def start_anew(folder, resume):
     run = Run("plain", folder, resume=resume)
-    return run.checkpointer.resolve_resume(), run.checkpointer.resume(run.model, run.optimizer)
+    return run.checkpointer.resume(run.model, run.optimizer)
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])
 def test_without_a_checkpoint_a_run_starts_anew(tmp_path, resume):
-    assert run_ranks(start_anew, 1, tmp_path / "none", resume) == [(None, None)]
+    assert run_ranks(start_anew, 1, tmp_path / "none", resume) == [None]
 
 
 def test_a_path_that_is_not_there_is_refused(tmp_path):

@@ -24,9 +24,9 @@ from torchtrain.checkpoint import layout
 from torchtrain.checkpoint.safe_reader import SafeFileSystemReader, read_metadata
 from torchtrain.checkpoint.training_state import (
     find_mismatch,
+    read_rng_state,
     restore_rng_state,
     restore_scalars,
-    view_rng_state,
     view_training_state,
 )
 from torchtrain.config.observation import CheckpointConfig
@@ -36,6 +36,7 @@ from torchtrain.runtime.logging import get_logger
 logger = get_logger(__name__)
 
 _AUTO = "auto"
+_RECORD_KEYS = {"step", "world_size", "optimizer_scalars", "state"}
 _T = TypeVar("_T")
 
 
@@ -74,7 +75,7 @@ class Checkpointer:
         started = time.perf_counter()
         view = view_training_state(model, optimizer)
         record = {"step": step, "world_size": dist.get_world_size(), "optimizer_scalars": view.scalars, "state": state}
-        tensors = view.tensors | view_rng_state(_device_of(model))
+        tensors = view.tensors | read_rng_state(_device_of(model))
         path = layout.checkpoint_path(self._folder, step)
         text = json.dumps(record, indent=1)
         if self._config.async_save:
@@ -100,26 +101,16 @@ class Checkpointer:
                 self._last_step = None
                 raise
 
-    def resolve_resume(self) -> Path | None:
-        """Find the checkpoint that ``checkpoint.resume`` means; damaged ones are passed over, and the log says why.
-
-        Returns:
-            The newest whole checkpoint of the folder for ``auto``, or the one named; ``None`` to start anew.
-
-        Raises:
-            CheckpointError: The one that is named is damaged or not there.
-        """
-        self.wait()
-        return self._on_rank_0(lambda: next(self._candidates(), None))
-
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Find the checkpoint to resume from and load it; with ``auto``, go on to an older one where it does not fit.
+        """Load the checkpoint that ``checkpoint.resume`` names; ``auto`` is the newest that is usable, if any.
+
+        Those that ``auto`` passes over are named in the log, with what is wrong with each.
 
         Returns:
-            The ``state`` it was saved with; ``None`` to start anew.
+            The ``state`` it was saved with; ``None`` to start anew, also when no checkpoint there was ever finished.
 
         Raises:
-            CheckpointError: The one that is named is refused, or all that are there are.
+            CheckpointError: The one that is named is refused, or all the whole ones are.
         """
         self.wait()
         candidates = self._candidates()
@@ -157,7 +148,7 @@ class Checkpointer:
         view = view_training_state(model, optimizer)
         metadata, record = self._inspect(path, view.tensors)
         device = _device_of(model)
-        rng_state = view_rng_state(device)
+        rng_state = read_rng_state(device)
         has_rng_state = (
             record["world_size"] == dist.get_world_size() and rng_state.keys() <= metadata.state_dict_metadata.keys()
         )
@@ -223,6 +214,8 @@ class Checkpointer:
         try:
             metadata = read_metadata(path)
             record = json.loads((path / layout.STATE_FILE).read_text(encoding="utf-8"))
+            if not (isinstance(record, dict) and record.keys() >= _RECORD_KEYS):
+                raise ValueError(f"it must have the keys {', '.join(sorted(_RECORD_KEYS))}")
             mismatch = find_mismatch(metadata, tensors, {name for names in gathered for name in names})
             if mismatch is not None:
                 refusal = f"{path} is of another model or optimizer: it {mismatch}"
@@ -247,6 +240,8 @@ class Checkpointer:
                 cause = error
                 outcome[1] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if cause is not None and not isinstance(cause, (OSError, CheckpointError)):
+            raise cause
         if outcome[1] is not None:
             raise CheckpointError(outcome[1]) from cause
         return outcome[0]

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from torchtrain.errors import CheckpointError
+from torchtrain.runtime.device import device_rng_state, set_device_rng_state
 
 Scalar = bool | int | float | str | None
 RNG_PREFIX = "rng."
@@ -68,21 +69,24 @@ def restore_scalars(model: nn.Module, optimizer: torch.optim.Optimizer, scalars:
             optimizer.state[parameter].update(scalars[fqn])
 
 
-def view_rng_state(device: torch.device) -> dict[str, Tensor]:
-    """Read this rank's generators: the CPU's, and the device's where it has its own."""
-    prefix = f"{RNG_PREFIX}{dist.get_rank()}"
-    states = {f"{prefix}.cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        states[f"{prefix}.device"] = torch.get_device_module(device).get_rng_state(device)
+def read_rng_state(device: torch.device) -> dict[str, Tensor]:
+    """Copy this rank's generators: the CPU's, and the device's where it has its own."""
+    states = {_rng_name("cpu"): torch.get_rng_state()}
+    device_state = device_rng_state(device)
+    if device_state is not None:
+        states[_rng_name(device.type)] = device_state
     return states
 
 
 def restore_rng_state(states: dict[str, Tensor], device: torch.device) -> None:
-    """Set this rank's generators to what ``view_rng_state`` read."""
-    prefix = f"{RNG_PREFIX}{dist.get_rank()}"
-    torch.set_rng_state(states[f"{prefix}.cpu"])
+    """Set this rank's generators to what ``read_rng_state`` read."""
+    torch.set_rng_state(states[_rng_name("cpu")])
     if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[f"{prefix}.device"], device)
+        set_device_rng_state(device, states[_rng_name(device.type)])
+
+
+def _rng_name(device_type: str) -> str:
+    return f"{RNG_PREFIX}{dist.get_rank()}.{device_type}"
 
 
 def find_mismatch(metadata: Metadata, tensors: dict[str, Tensor], names_of_all_ranks: Iterable[str]) -> str | None:

@@ -23,6 +23,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, cast
 
+from torchtrain.runtime.env import set_launch_env
+
 _PRELOAD = (
     "torch",
     "torch._dynamo",  # The first step of any optimizer imports it, which takes a rank two seconds.
@@ -47,6 +49,12 @@ class _Failure:
     rank: int
     at: float
     text: str
+    is_death: bool = False
+
+    @property
+    def precedence(self) -> tuple[bool, float]:
+        """Order of blame. A death is noticed late, and what its peers raise is its consequence."""
+        return (not self.is_death, self.at)
 
 
 @dataclass
@@ -66,6 +74,7 @@ class _Call:
 
     def collect(self, deadline: float) -> None:
         """Take answers until every rank has answered, or until ``deadline``; a first failure brings it nearer."""
+        is_ending = False
         while silent := self.silent_ranks():
             remaining = deadline - time.monotonic()
             if remaining <= 0:
@@ -73,15 +82,17 @@ class _Call:
             by_connection = {self.connections[rank]: rank for rank in silent}
             for connection in wait(list(by_connection), timeout=remaining):
                 self._take(by_connection[cast(Connection, connection)])
-            if self.failures:
-                deadline = min(deadline, self.failures[0].at + _GRACE_SECONDS)
+            if self.failures and not is_ending:
+                is_ending = True
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
 
     def _take(self, rank: int) -> None:
         try:
             succeeded, answer = pickle.loads(self.connections[rank].recv_bytes())
         except EOFError:
             self.processes[rank].join(_GRACE_SECONDS)
-            self.failures.append(_Failure(rank, time.monotonic(), _describe_death(self.processes[rank].exitcode)))
+            text = _describe_death(self.processes[rank].exitcode)
+            self.failures.append(_Failure(rank, time.monotonic(), text, is_death=True))
             return
         if succeeded:
             self.results[rank] = answer
@@ -124,8 +135,8 @@ def run_ranks(
         What ``fn`` returned, by rank. Tensors travel by value.
 
     Raises:
-        AssertionError: A rank raised, died or did not answer; the message holds every rank's traceback, the earliest
-            first.
+        AssertionError: A rank raised, died or did not answer; the message holds every rank's traceback, deaths and
+            the earliest first.
     """
     payload = pickle.dumps((fn, args, kwargs))
     with tempfile.TemporaryDirectory(prefix="ranks_", ignore_cleanup_errors=True) as name:
@@ -165,8 +176,7 @@ def _serve(payload: bytes, rank: int, world_size: int, folder: Path, timeout_s: 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update({name: str(value) for name, value in names.items()})
+    set_launch_env(rank, world_size)
     with _stack_file(folder, rank).open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
         try:
@@ -203,7 +213,7 @@ def _describe_death(exitcode: int | None) -> str:
 def _describe_failure(call: _Call, timeout_s: float) -> str:
     """Merge what every rank has to say: equal tracebacks once, the earliest first, then the ranks that said nothing."""
     ranks_by_text: dict[str, list[int]] = {}
-    for failure in sorted(call.failures, key=lambda failure: failure.at):
+    for failure in sorted(call.failures, key=lambda failure: failure.precedence):
         ranks_by_text.setdefault(failure.text, []).append(failure.rank)
     parts = [f"{_name_ranks(ranks)}:\n{text}" for text, ranks in ranks_by_text.items()]
     if silent := call.silent_ranks():
