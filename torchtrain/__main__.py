@@ -18,16 +18,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Its exit code; 2 for a wrong job or command line.
     """
-    parser = argparse.ArgumentParser(prog="torchtrain", description="An LLM trainer that can prove its gradients.")
+    parser = argparse.ArgumentParser(
+        prog="torchtrain",
+        description="An LLM trainer that can prove its gradients.",
+        usage="torchtrain {train,config} [--world-size N] JOB [--a.b=c ...]",
+        allow_abbrev=False,
+    )
     parser.add_argument("command", choices=("train", "config"), help="train a job, or print it checked and resolved")
     parser.add_argument("--world-size", type=int, help="config: ranks to check the job for; default WORLD_SIZE, else 1")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="JOB [--a.b=c …]", help="job file and overrides")
-    options = parser.parse_args(argv)
+    options, arguments = parser.parse_known_args(argv)
     if options.command == "train":
-        return train.main(options.arguments)
+        return train.main(arguments)
     try:
         world_size = options.world_size or read_launch_env().world_size
-        print(dump_job(train.check_job(options.arguments, world_size).job), end="")
+        print(dump_job(train.check_job(arguments, world_size).job), end="")
     except TorchtrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -5,6 +5,7 @@ Not for programming errors: those stay ordinary exceptions with a traceback.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -23,7 +24,8 @@ class Fault:
     """What to do about it, as an instruction: "use one of 1, 2, 4"."""
 
     def __str__(self) -> str:
-        shown = "null" if self.value is None else repr(self.value)
+        # As the job file writes it: null, true and false rather than Python's words.
+        shown = json.dumps(self.value) if self.value is None or isinstance(self.value, bool) else repr(self.value)
         return f"{self.path} = {shown}: {self.rule}; {self.fix}"
 
 

@@ -14,10 +14,10 @@ from typing import Any
 from models.registry import load_spec, resolve_architecture
 from torchtrain.config.availability import find_unavailable
 from torchtrain.config.job import Job
-from torchtrain.config.load import read_job
+from torchtrain.config.load import collect_faults, read_job
 from torchtrain.config.rules import find_job_faults
 from torchtrain.distributed.topology import Topology, find_topology_faults
-from torchtrain.errors import ConfigError, TorchtrainError
+from torchtrain.errors import ConfigError, Fault, TorchtrainError
 from torchtrain.runtime.env import LaunchEnv, read_launch_env
 
 
@@ -71,20 +71,31 @@ def check_job(argv: Sequence[str], world_size: int) -> CheckedJob:
     path, overrides = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
     reading = read_job(path, overrides)
     job = reading.job
-    faults = [
-        *reading.faults,
-        *find_unavailable(job),
-        *find_job_faults(job),
-        *find_topology_faults(job, world_size),
-    ]
-    architecture = None
-    try:
-        architecture = resolve_architecture(job.model.name, job.model.preset, job.model.overrides)
-    except ConfigError as error:
-        faults += error.faults
+    architecture, architecture_faults = _check_architecture(job)
+    faults = collect_faults(
+        reading,
+        find_unavailable(job),
+        find_job_faults(job),
+        find_topology_faults(job, world_size),
+        architecture_faults,
+    )
     if faults:
-        raise ConfigError(dict.fromkeys(faults))
+        raise ConfigError(faults)
     return CheckedJob(job, Topology.resolve(job, world_size), architecture)
+
+
+def _check_architecture(job: Job) -> tuple[Any, list[Fault]]:
+    model, seq_len = job.model, job.training.seq_len
+    try:
+        architecture = resolve_architecture(model.name, model.preset, model.overrides)
+    except ConfigError as error:
+        return None, list(error.faults)
+    longest = architecture.max_position_embeddings
+    if seq_len <= longest:
+        return architecture, []
+    rule = f"must not exceed the model's max_position_embeddings = {longest}"
+    fix = f"use {longest} or fewer, or raise model.overrides.max_position_embeddings"
+    return architecture, [Fault("training.seq_len", seq_len, rule, fix)]
 
 
 if __name__ == "__main__":

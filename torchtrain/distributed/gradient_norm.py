@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -70,8 +69,4 @@ def _shard_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
     if not isinstance(gradient, DTensor):
         return ()
     mesh = gradient.device_mesh
-    return tuple(
-        cast(dist.ProcessGroup, mesh.get_group(axis))
-        for axis, placement in enumerate(gradient.placements)
-        if placement.is_shard()
-    )
+    return tuple(mesh.get_group(axis) for axis, placement in enumerate(gradient.placements) if placement.is_shard())

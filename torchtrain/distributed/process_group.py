@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -13,7 +13,7 @@ from torchtrain.runtime.env import LaunchEnv
 
 
 @contextmanager
-def process_group(launch: LaunchEnv, device: torch.device, backend: str, timeout_s: float) -> Iterator[None]:
+def process_group(launch: LaunchEnv, device: torch.device, backend: str, timeout_s: float) -> Generator[None]:
     """Join the world for the duration of a ``with`` block.
 
     A single process joins a world of one, so that no caller needs a second code path.

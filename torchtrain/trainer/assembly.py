@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from torchtrain.data.loader import build_eval_loader, build_train_loader
 from torchtrain.data.tokenizer import Tokenizer, build_tokenizer
 from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.process_group import process_group
-from torchtrain.distributed.topology import Topology
+from torchtrain.distributed.topology import Topology, find_topology_warnings
 from torchtrain.metrics.logger import MetricsLogger
 from torchtrain.metrics.report import EvalReport
 from torchtrain.model_spec import ModelSpec
@@ -73,7 +73,7 @@ def _announce(run: Run) -> None:
     logger.info(f"{topology.world_size} rank(s) on {device_description(run.device)}")
     if not topology.has_fsdp_domain:
         logger.info("FSDP is skipped: no other rank shares this model's data-parallel domain")
-    for warning in find_job_warnings(run.job):
+    for warning in (*find_job_warnings(run.job), *find_topology_warnings(run.job, topology)):
         logger.warning(warning)
     if run.is_main:
         run.output_dir.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,9 @@ def _open_train_loader(run: Run, dataset: SequenceDataset, start_step: int) -> I
 
 def _evaluator(
     run: Run, model: nn.Module, task: PretrainTask, dataset: SequenceDataset, precision: ComputePrecision
-) -> Callable[[int], EvalReport]:
+) -> Callable[[int], EvalReport] | None:
+    if run.job.task.eval_interval == 0:
+        return None
     batches = build_eval_loader(
         dataset,
         num_sequences=run.job.task.eval_sequences,
@@ -158,7 +160,7 @@ def _evaluator(
 
 
 @contextmanager
-def _instruments(run: Run, *, resume_step: int | None) -> Iterator[Instruments]:
+def _instruments(run: Run, *, resume_step: int | None) -> Generator[Instruments]:
     job = run.job
     with ExitStack() as stack:
         metrics = MetricsLogger(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -22,11 +23,8 @@ class ComputePrecision:
             return
         self._autocast_dtype = torch.bfloat16 if config.param_dtype == "bfloat16" else torch.float16
         logger.info(f"no FSDP domain: param_dtype {config.param_dtype} is honoured by autocast")
-        unused = [key for key in ("reduce_dtype", "output_dtype") if getattr(config, key) is not None]
-        if unused:
-            logger.info(f"no FSDP domain: mix_precision.{', '.join(unused)} reduce or cast nothing here")
 
-    def forward_context(self) -> AbstractContextManager[None]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         """A fresh context for one forward pass."""
         if self._autocast_dtype is None:
             return nullcontext()

@@ -107,14 +107,15 @@ class Trainer:
         self,
         *,
         open_loader: Callable[[int], Iterable[Batch]],
-        evaluate: Callable[[int], EvalReport],
+        evaluate: Callable[[int], EvalReport] | None,
         instruments: Instruments,
     ) -> bool:
         """Train to the last step.
 
         Args:
             open_loader: First step (0-based) to the stream of this rank's micro-batches from there on.
-            evaluate: Step to a report on held-out sequences; a collective of the whole world.
+            evaluate: Step to a report on held-out sequences, a collective of the whole world; None where the job
+                evaluates nothing.
             instruments: What watches the run.
 
         Returns:
@@ -139,12 +140,13 @@ class Trainer:
             report = self._one_step(micro_batches, num_valid_tokens, started, data_wait_s, instruments)
             if report is not None:
                 instruments.metrics.log_step(report)
-            instruments.profiler.step(self.progress.step)
-            instruments.garbage.collect_on(self.progress.step)
-            if self._is_due(self._job.task.eval_interval, also_last=self._job.task.eval_interval > 0):
+            if evaluate is not None and self._is_due(self._job.task.eval_interval, also_last=True):
                 instruments.metrics.log_eval(evaluate(self.progress.step))
             if self._is_due(self._job.checkpoint.interval, also_last=self._job.checkpoint.save_final):
                 self._save()
+            # Last, so that a trace which begins with the next step holds nothing of this one.
+            instruments.garbage.collect_on(self.progress.step)
+            instruments.profiler.step(self.progress.step)
         self._checkpointer.wait()
         return True
 

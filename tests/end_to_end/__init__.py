@@ -1,0 +1,1 @@
+"""Whole runs from a job file to their exit code."""

@@ -1,0 +1,191 @@
+"""A run as its user meets it: what it leaves, how it ends, how it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launch import losses, metrics, start, train
+
+REQUIRED_KEYS = {
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens_per_second",
+    "tokens_seen",
+    "step_time_s",
+    "data_wait_s",
+    "peak_memory_bytes",
+}
+
+
+def test_a_run_leaves_metrics_its_job_and_a_checkpoint(tmp_path: Path) -> None:
+    codes, said = train(tmp_path, "training.steps=12", "metrics.tensorboard=true", "task.sample_prompt=Line")
+    assert codes == [0], said
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert all(line.keys() >= REQUIRED_KEYS for line in lines)
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    run = tmp_path / "run"
+    assert list((run / "tensorboard").glob("events*"))
+    assert (run / "checkpoints" / "step_00000012").is_dir()
+    assert "sampled continuation" in said
+    assert str(run / "metrics.jsonl") in said
+
+
+def test_the_resolved_job_runs_again_to_the_same_losses(tmp_path: Path) -> None:
+    train(tmp_path)
+    first = losses(tmp_path)
+    job = tmp_path / "job.yaml"
+    job.write_text((tmp_path / "run" / "job.yaml").read_text())
+    result = subprocess.run(
+        [sys.executable, "-m", "torchtrain.train", str(job), f"--training.output_dir={tmp_path / 'again' / 'run'}"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert losses(tmp_path / "again") == first
+
+
+def test_a_wrong_job_is_refused_without_torch_and_with_all_its_faults(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("training: {stepz: 3, micro_batch_size: 3}\nmodel: {name: lama}\ndataset: {sources: [{path: x}]}\n")
+    code = (
+        "import sys; from torchtrain.train import main; code = main(sys.argv[1:]); "
+        "print('torch' in sys.modules); sys.exit(code)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(job)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 2
+    assert result.stdout.strip() == "False"
+    assert "Traceback" not in result.stderr
+    for word in ("training.stepz", "training.steps", "micro_batch_size", "model.name", "llama"):
+        assert word in result.stderr
+
+
+@pytest.mark.parametrize("sharding", ["fsdp_config.dp_shard_size=4", "fsdp_config.dp_shard_size=2"])
+def test_four_ranks_train_to_the_losses_of_one(tmp_path: Path, sharding: str) -> None:
+    one, four = tmp_path / "one", tmp_path / "four"
+    one.mkdir()
+    four.mkdir()
+    assert train(one)[0] == [0]
+    codes, said = train(four, sharding, world_size=4)
+    assert codes == [0] * 4, said
+    assert "FSDP wraps 2 transformer blocks" in said
+    assert losses(four) == pytest.approx(losses(one), rel=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sigterm_saves_and_the_resumed_run_continues_bit_for_bit(tmp_path: Path, world_size: int) -> None:
+    settings = ("training.steps=40", f"fsdp_config.dp_shard_size={world_size}", "checkpoint.resume=auto")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    assert train(whole, *settings, world_size=world_size)[0] == [0] * world_size
+    training = start(parts, *settings, world_size=world_size)
+    training.wait_until(lambda: len(metrics(parts)) >= 3)
+    pid = training.processes[-1].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGTERM)
+    assert training.wait() == [143] * world_size, training.said()
+    stopped_after = len(metrics(parts))
+    assert stopped_after < 40
+    assert list((parts / "run" / "checkpoints").iterdir())[0].name == f"step_{stopped_after:08d}"
+    codes, said = train(parts, *settings, world_size=world_size)
+    assert codes == [0] * world_size, said
+    assert f"resumed after step {stopped_after}" in said
+    assert losses(parts) == losses(whole)
+
+
+def test_a_checkpoint_of_one_rank_continues_on_four(tmp_path: Path) -> None:
+    train(tmp_path, "training.steps=8", "checkpoint.interval=4")
+    whole = losses(tmp_path)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000004"
+    codes, said = train(
+        tmp_path,
+        "training.steps=8",
+        f"checkpoint.resume={checkpoint}",
+        "fsdp_config.dp_shard_size=2",
+        world_size=4,
+    )
+    assert codes == [0] * 4, said
+    assert losses(tmp_path) == pytest.approx(whole, rel=1e-4)
+
+
+def test_a_loss_that_is_not_finite_ends_with_code_3_and_names_the_step(tmp_path: Path) -> None:
+    codes, said = train(
+        tmp_path, "optimizer.lr=1e30", "training.max_grad_norm=null", "fsdp_config.dp_shard_size=2", world_size=2
+    )
+    assert codes == [3, 3], said
+    assert "step 2" in said or "step 3" in said
+    assert "not finite on ranks" in said
+    assert "Traceback" not in said
+
+
+def test_killed_in_the_middle_of_a_run_the_next_one_resumes(tmp_path: Path) -> None:
+    settings = ("training.steps=60", "checkpoint.interval=1", "checkpoint.resume=auto", "checkpoint.async_save=true")
+    training = start(tmp_path, *settings)
+    training.wait_until(lambda: len(metrics(tmp_path)) >= 5)
+    training.processes[0].kill()
+    training.wait()
+    codes, said = train(tmp_path, *settings)
+    assert codes == [0], said
+    assert "resumed after step" in said
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 61))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_float16_trains_with_a_loss_scaler(tmp_path: Path, world_size: int) -> None:
+    codes, said = train(
+        tmp_path,
+        "fsdp_config.mix_precision.param_dtype=float16",
+        f"fsdp_config.dp_shard_size={world_size}",
+        "training.steps=8",
+        world_size=world_size,
+    )
+    assert codes == [0] * world_size, said
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0]
+    assert ("honoured by autocast" in said) == (world_size == 1)
+
+
+def test_evaluation_has_the_same_loss_on_any_number_of_ranks(tmp_path: Path) -> None:
+    shown = []
+    for world_size in (1, 4):
+        folder = tmp_path / str(world_size)
+        folder.mkdir()
+        codes, said = train(
+            folder,
+            "dataset.holdout_fraction=0.1",
+            "task.eval_interval=2",
+            "task.eval_sequences=7",
+            f"fsdp_config.dp_shard_size={world_size}",
+            world_size=world_size,
+        )
+        assert codes == [0] * world_size, said
+        shown.append([line.split("loss")[1].split()[0] for line in said.splitlines() if "eval after" in line])
+    assert len(shown[0]) == 2
+    assert shown[0] == shown[1]
+
+
+def test_a_wrong_job_answers_in_a_second() -> None:
+    started = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "torchtrain", "config", "--training.steps=0"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    # Generous: what must not happen is the import of torch, which takes several times this on the same machine.
+    assert time.monotonic() - started < 10
