@@ -27,15 +27,19 @@ def is_usable_environment() -> bool:
     return subprocess.run([PYTHON, "-c", probe], capture_output=True, check=False).returncode == 0
 
 
-def install(extras: str) -> None:
-    """Install the repository in editable form, making the environment first where there is no usable one."""
+def install(extras: str, lock_descriptor: int) -> None:
+    """Install the repository in editable form, making the environment first where there is no usable one.
+
+    pip inherits the lock: if this process alone is killed, the next start waits until the orphan is done.
+    """
     if not is_usable_environment():
         print(f"creating {ENVIRONMENT} with {sys.executable}", flush=True)
         venv.EnvBuilder(with_pip=True, clear=True).create(ENVIRONMENT)
     UNFINISHED.touch()
     target = f"{ROOT}[{extras}]" if extras else str(ROOT)
     print("installing torchtrain and what it needs (minutes, once)", flush=True)
-    subprocess.run([PYTHON, "-m", "pip", "install", "--quiet", "--editable", target], check=True)
+    command = [PYTHON, "-m", "pip", "install", "--quiet", "--editable", target]
+    subprocess.run(command, check=True, pass_fds=(lock_descriptor,))
     UNFINISHED.unlink()
 
 
@@ -56,7 +60,7 @@ def main() -> int:
         if stamp.exists() and stamp.read_text().strip() == arguments.stamp:
             return 0
         try:
-            install(arguments.extras)
+            install(arguments.extras, lock.fileno())
         except subprocess.CalledProcessError as error:
             print(f"the installation failed (exit code {error.returncode}); see pip's words above", file=sys.stderr)
             return 1
