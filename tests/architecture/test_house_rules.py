@@ -25,6 +25,7 @@ MAX_BODY_LINES = 60
 PRIVATE_TORCH = {
     "torchtrain/activation_checkpoint.py": "which attention ops selective checkpointing keeps",
     "torchtrain/distributed/dtensor_internals.py": "which rows of a DTensor a rank owns",
+    "torchtrain/distributed/fsdp2/param_group_internals.py": "split or flat parameter groups for comm fusion",
     "torchtrain/distributed/gradient_norm.py": "norm and scaling of many tensors in one call",
     "torchtrain/runtime/device.py": "memory snapshots",
 }

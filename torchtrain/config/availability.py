@@ -44,7 +44,6 @@ NOT_YET = (
     Unavailable("fsdp_config.mix_precision.fp32_main_grad", "the fp32 main gradient", _is_off, "false"),
     Unavailable("optimizer.fp32_main_params", "the fp32 main parameters", _is_off, "false"),
     Unavailable("fsdp_config.enable_offload", "CPU offload", _is_off, "false"),
-    Unavailable("fsdp_config.comm_fusion", "the choice of communication fusion", _is_off, "false"),
     Unavailable("dist_config.name", "the plugin fsdpturbo", lambda name: name == "fsdp2", "fsdp2"),
     Unavailable("dist_config.ep_dispatcher", "any other expert dispatcher", lambda name: name == "eager", "eager"),
     Unavailable("kernel_config.name", "kernel plugins", lambda names: names.strip() == "auto", "auto"),

@@ -16,7 +16,6 @@ ASKS = [
     "fsdp_config.mix_precision.fp32_main_grad=true",
     "optimizer.fp32_main_params=true",
     "fsdp_config.enable_offload=true",
-    "fsdp_config.comm_fusion=true",
     "dist_config.name=fsdpturbo",
     "dist_config.ep_dispatcher=fused",
     "kernel_config.name=auto, flash-linear-attention",
