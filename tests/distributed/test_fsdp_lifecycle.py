@@ -31,7 +31,8 @@ EVENT = re.compile(r"^FSDP::(pre_forward|pre_backward|all_gather|post_backward_r
 
 def trace(*overrides: str) -> list[list[tuple[str, str]]]:
     """Per micro-batch, the (phase, unit) events of one step in issue order; the root's fqn is empty."""
-    job = load_job(None, [*MODEL, LAYERS, "training.micro_batch_size=2", *overrides])
+    # One group per unit, as one event per unit is what these tests read.
+    job = load_job(None, [*MODEL, LAYERS, "training.micro_batch_size=2", "fsdp_config.comm_fusion=true", *overrides])
     topology = Topology.resolve(job, dist.get_world_size())
     meshes = build_meshes(topology, torch.device("cpu"))
     architecture = resolve_architecture("llama", "debug", job.model.overrides)
