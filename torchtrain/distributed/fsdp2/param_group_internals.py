@@ -164,12 +164,14 @@ def _find_obstacle(params: Sequence[FSDPParam]) -> str | None:
 def _flatten(params: Sequence[FSDPParam]) -> FlatShards:
     """Move shards into one new buffer and free what held them; padding is zero, as torch's is."""
     numels = [param.padded_sharded_param_size.numel() for param in params]
-    # An evaluation may come first: tensors born in inference mode could never be trained.
+    # The first gather may be an evaluation's: tensors born in inference mode could never be trained.
     with torch.inference_mode(False):
         buffer = params[0]._sharded_local_tensor.new_zeros(sum(numels))
         start = 0
         for param, numel in zip(params, numels, strict=True):
-            padded = buffer.narrow(0, start, numel)
+            # The same memory as a storage of its own: a DTensor whose local tensor begins further inside its storage
+            # can be neither deep-copied nor staged for a checkpoint, as torch takes that offset for an address.
+            padded = torch.from_dlpack(buffer.narrow(0, start, numel))
             dim = param.fsdp_placement.dim
             shard = padded.view(param.padded_sharded_param_size).narrow(dim, 0, param.sharded_size[dim])
             shard.copy_(param._sharded_local_tensor)
