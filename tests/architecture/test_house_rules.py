@@ -23,10 +23,14 @@ MAX_BODY_LINES = 60
 
 # One file per technique that reaches into private PyTorch API, and the technique.
 PRIVATE_TORCH = {
+    "torchtrain/distributed/fsdp2/shared_parameters.py": "parameters tied across units",
+    "torchtrain/distributed/fsdp2/replicate.py": "parameters kept whole inside a sharded unit",
     "torchtrain/activation_checkpoint.py": "which attention ops selective checkpointing keeps",
     "torchtrain/distributed/dtensor_internals.py": "which rows of a DTensor a rank owns",
     "torchtrain/distributed/fsdp2/param_group_internals.py": "split or flat parameter groups for comm fusion",
+    "torchtrain/distributed/fsdp2/main_grad.py": "fp32 gradients of low-precision parameters",
     "torchtrain/distributed/gradient_norm.py": "norm and scaling of many tensors in one call",
+    "torchtrain/optim/main_params.py": "copy of many tensors in one call",
     "torchtrain/runtime/device.py": "memory snapshots",
 }
 

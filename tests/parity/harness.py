@@ -128,6 +128,9 @@ def make_global_batch(step: int, num_sequences: int, seq_len: int) -> Batch:
 def split_batch(whole: Batch, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[Batch]:
     """This rank's contiguous share of a global batch, cut into micro-batches."""
     share = whole.input_ids_BT.shape[0] // dp_size
+    assert share % micro_batch_size == 0, (
+        f"{share} sequences a rank do not split into micro-batches of {micro_batch_size}"
+    )
     starts = range(dp_rank * share, (dp_rank + 1) * share, micro_batch_size)
     return [_rows(whole, slice(start, start + micro_batch_size)) for start in starts]
 

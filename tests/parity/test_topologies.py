@@ -11,6 +11,7 @@ from torchtrain.testing.tolerances import BF16_SCALAR, FP32_SCALAR, FP32_TENSOR
 ACCUMULATE = "training.micro_batch_size=1"
 SHARD_2 = "fsdp_config.dp_shard_size=2"
 SHARD_4 = "fsdp_config.dp_shard_size=4"
+WHOLE = "fsdp_config.replicate_params=[layers.0.mlp.up_proj.weight, '*norm.weight', embed_tokens.weight]"
 
 CASES = {
     "fsdp2": (2, [SHARD_2, "training.micro_batch_size=4"]),
@@ -33,6 +34,13 @@ CASES = {
     "prefetch_3": (
         2,
         [SHARD_2, ACCUMULATE, "fsdp_config.forward_prefetch_depth=3", "fsdp_config.backward_prefetch_depth=3"],
+    ),
+    "whole_parameters": (2, [SHARD_2, "training.micro_batch_size=4", WHOLE]),
+    "whole_parameters_uneven": (4, [SHARD_4, "training.micro_batch_size=2", WHOLE]),
+    "whole_parameters_hsdp_sync_every": (4, [SHARD_2, ACCUMULATE, WHOLE, "fsdp_config.forward_prefetch_depth=3"]),
+    "whole_parameters_hsdp_sync_last": (
+        4,
+        [SHARD_2, ACCUMULATE, WHOLE, "fsdp_config.requires_grad_sync=false", "fsdp_config.backward_prefetch_depth=3"],
     ),
     "built_with_memory": (2, [SHARD_2, "training.micro_batch_size=4", "model.init_on_meta=false"]),
     "full_recompute": (2, [SHARD_2, "training.micro_batch_size=4", "activation_checkpoint.mode=full"]),

@@ -48,3 +48,9 @@ def did_you_mean(name: str, names: Collection[str]) -> str:
     if nearest is not None:
         return f'did you mean "{nearest}"?'
     return f"use one of {', '.join(map(str, names))}"
+
+
+def suggest_fqns(fqn: str, known_fqns: Collection[str]) -> str:
+    """An instruction that names the up to three parameters most like a misspelt one, in the model's order."""
+    close = difflib.get_close_matches(fqn, known_fqns, n=3, cutoff=0.0)
+    return f"the nearest are {', '.join(known for known in known_fqns if known in close)}"

@@ -50,6 +50,8 @@ def global_gradient_norm(parameters: Iterable[nn.Parameter], device: torch.devic
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
     """Multiply every gradient in place, this rank's part."""
     if gradients := local_gradients(parameters):
+        if isinstance(factor, Tensor):
+            factor = factor.to(gradients[0].device)  # Offloaded gradients are on the CPU.
         torch._foreach_mul_(gradients, factor)
 
 
@@ -69,4 +71,7 @@ def _shard_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
     if not isinstance(gradient, DTensor):
         return ()
     mesh = gradient.device_mesh
-    return tuple(mesh.get_group(axis) for axis, placement in enumerate(gradient.placements) if placement.is_shard())
+    # Not is_shard(): a strided shard, which FSDP makes of a dim that TP splits too, says it is none.
+    return tuple(
+        mesh.get_group(axis) for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()
+    )

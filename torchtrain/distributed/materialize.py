@@ -15,13 +15,22 @@ from torchtrain.distributed.dtensor_internals import local_slices
 from torchtrain.nn.init import InitRule, draw_rows
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give every meta parameter and buffer memory on ``device``; values are undefined, ties are kept.
+def materialize(model: nn.Module, device: torch.device, *, buffer_device: torch.device | None = None) -> None:
+    """Give every meta parameter and buffer memory; values are undefined, ties are kept.
+
+    Args:
+        model: Built on meta, sharded or not.
+        device: Where parameters live.
+        buffer_device: Where buffers live, if that is elsewhere: offload moves parameters only.
 
     ``nn.Module.to_empty`` gives each alias of a tied parameter memory of its own, so ties are remembered and restored.
     """
     ties = _tied_names(model)
     model.to_empty(device=device)
+    if buffer_device is not None and buffer_device != device:
+        for fqn, buffer in list(model.named_buffers()):
+            owner, _, name = fqn.rpartition(".")
+            setattr(model.get_submodule(owner), name, buffer.to(buffer_device))
     for first, *others in ties:
         parameter = model.get_parameter(first)
         for fqn in others:

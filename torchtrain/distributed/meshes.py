@@ -7,6 +7,7 @@ selects one here and never builds its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.distributed import ProcessGroup
@@ -26,15 +27,24 @@ class Meshes:
     fsdp_non_moe_mesh: DeviceMesh
     """Axes (fsdp_replicate, fsdp_shard, tp): the same ranks, dp x cp reshaped for dense parameters."""
 
-    @property
-    def dense(self) -> DeviceMesh:
-        """Mesh that shards dense parameters.
+    fsdp_moe_mesh: DeviceMesh | None = None
+    """Axes (edp_replicate, edp_shard, ep): all ranks of the stage again, for routed experts; None without ep."""
+
+    def of_units(self, name: Literal["dense", "expert"]) -> DeviceMesh:
+        """The mesh that shards the units of a plan.
 
         One-dimensional where nothing replicates: torch issues an all-reduce per unit on a 2-D mesh even over one rank.
         """
-        if self.topology.dp_replicate_size == 1:
-            return self.fsdp_non_moe_mesh["fsdp_shard"]
-        return self.fsdp_non_moe_mesh["fsdp_replicate", "fsdp_shard"]
+        root, axes, num_replicas = (
+            self.fsdp_non_moe_mesh,
+            ("fsdp_replicate", "fsdp_shard"),
+            self.topology.dp_replicate_size,
+        )
+        if name == "expert":
+            assert self.fsdp_moe_mesh is not None, "expert units need an ep axis"
+            root, axes = self.fsdp_moe_mesh, ("edp_replicate", "edp_shard")
+            num_replicas = self.topology.edp_replicate_size
+        return root[axes] if num_replicas > 1 else root[axes[1]]
 
     @property
     def token_group(self) -> ProcessGroup:
@@ -61,4 +71,11 @@ def build_meshes(topology: Topology, device: torch.device) -> Meshes:
         (sizes.dp_replicate_size, sizes.dp_shard_size, sizes.tp_size),
         mesh_dim_names=("fsdp_replicate", "fsdp_shard", "tp"),
     )
-    return Meshes(topology, device, device_mesh, fsdp_non_moe_mesh)
+    fsdp_moe_mesh = None
+    if sizes.ep_size > 1:
+        fsdp_moe_mesh = init_device_mesh(
+            device.type,
+            (sizes.edp_replicate_size, sizes.edp_shard_size, sizes.ep_size),
+            mesh_dim_names=("edp_replicate", "edp_shard", "ep"),
+        )
+    return Meshes(topology, device, device_mesh, fsdp_non_moe_mesh, fsdp_moe_mesh)

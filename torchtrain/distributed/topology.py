@@ -171,8 +171,11 @@ def find_topology_warnings(job: Job, topology: Topology) -> list[str]:
                     f"{job.training.global_batch_size}"
                 )
     if not topology.has_fsdp_domain:
+        if fsdp.enable_offload:
+            warnings.append("fsdp_config.enable_offload has no effect: it needs more than one data-parallel rank")
         for name in ("reduce_dtype", "output_dtype"):
-            if getattr(fsdp.mix_precision, name) is not None:
+            is_required = name == "reduce_dtype" and fsdp.mix_precision.fp32_main_grad
+            if getattr(fsdp.mix_precision, name) is not None and not is_required:
                 warnings.append(
                     f"fsdp_config.mix_precision.{name} has no effect: it needs more than one data-parallel rank"
                 )

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +18,16 @@ from torch import nn
 from torchtrain.config.nearest import did_you_mean, nearest_name
 from torchtrain.config.optimization import OptimizerConfig
 from torchtrain.errors import ConfigError, Fault
+from torchtrain.optim.main_params import MainParamOptimizer
+from torchtrain.optim.muon import Muon
+from torchtrain.optim.parameter_groups import (
+    MUON_GROUPING_OPTIONS,
+    find_muon_faults,
+    find_unmatched_patterns,
+    group_by_decay,
+    group_for_muon,
+    names_of_trainable,
+)
 from torchtrain.runtime.device import has_fused_adamw
 
 _OWN_PREFIXES = ("torch.optim", "torchtrain")
@@ -39,20 +49,28 @@ def build_optimizer(
 
     Raises:
         ConfigError: ``_target_`` is not a trusted optimizer class, a key that was set is not one it takes, a pattern of
-            ``no_decay`` that is not a default names no parameter, or the class refuses a value.
+            ``no_decay`` that is not a default names no parameter, Muon is left with nothing or with what is no matrix,
+            or the class refuses a value.
     """
     optimizer_class = resolve_optimizer_class(config.target, trusted_targets)
     names = _argument_names(optimizer_class)
     arguments, faults = _choose_arguments(config, names, device)
-    groups = _group_parameters(model, config.no_decay)
-    faults += _find_unmatched_patterns(model, config.no_decay)
+    trainable = names_of_trainable(model)
+    # The defaults are for all families, and need not match in each.
+    own_patterns = [pattern for pattern in config.no_decay if pattern not in _DEFAULTS["no_decay"]]
+    faults += find_unmatched_patterns("optimizer.no_decay", own_patterns, [fqns[0] for fqns in trainable.values()])
+    grouping = {name: arguments.pop(name, None) for name in MUON_GROUPING_OPTIONS}
+    is_muon = issubclass(optimizer_class, Muon)
+    if is_muon:
+        faults += find_muon_faults(trainable, **grouping, lr=config.lr)
     if faults:
         raise ConfigError(faults)
-    if names is None or "weight_decay" in names:
-        groups["no_decay"]["weight_decay"] = 0.0
+    groups = group_by_decay(trainable, config.no_decay, has_decay=names is None or "weight_decay" in names)
+    if is_muon:
+        groups = group_for_muon(groups, trainable, **grouping, lr=config.lr)
+    build = partial(optimizer_class, **arguments)
     try:
-        # An empty group is legal for torch, but cannot be told from another empty group in a checkpoint.
-        return optimizer_class([group for group in groups.values() if group["params"]], **arguments)
+        return MainParamOptimizer(groups, build) if config.fp32_main_params else build(groups)
     except (TypeError, ValueError) as error:
         fault = Fault("optimizer", config.target, f"refused its arguments: {error}", "change the values that it names")
         raise ConfigError([fault]) from error
@@ -94,7 +112,8 @@ def _argument_names(optimizer_class: type[torch.optim.Optimizer]) -> tuple[str, 
     parameters = list(inspect.signature(optimizer_class).parameters.values())[1:]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return tuple(parameter.name for parameter in parameters)
+    names = tuple(parameter.name for parameter in parameters)
+    return (*names, *MUON_GROUPING_OPTIONS) if issubclass(optimizer_class, Muon) else names
 
 
 def _choose_arguments(
@@ -105,7 +124,7 @@ def _choose_arguments(
     for name in (*_ARGUMENT_FIELDS, "fused"):
         value = getattr(config, name)
         if name == "fused" and value is None:
-            if not (names and "fused" in names and config.target.startswith("torch.optim.")):
+            if not (names and "fused" in names and config.target.startswith(("torch.optim.", "torchtrain."))):
                 continue
             value = has_fused_adamw(device)
         if names is None or name in names:
@@ -123,28 +142,3 @@ def _choose_arguments(
             continue
         faults.append(Fault(f"optimizer.options.{name}", value, rule, fix))
     return arguments, faults
-
-
-def _trainable_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    # named_parameters yields a tied parameter once, under its first name.
-    return ((fqn, parameter) for fqn, parameter in model.named_parameters() if parameter.requires_grad)
-
-
-def _group_parameters(model: nn.Module, no_decay: Sequence[str]) -> dict[str, dict[str, Any]]:
-    groups: dict[str, dict[str, Any]] = {"decay": {"params": []}, "no_decay": {"params": []}}
-    for fqn, parameter in _trainable_parameters(model):
-        is_exempt = any(fnmatchcase(fqn, pattern) for pattern in no_decay)
-        groups["no_decay" if is_exempt else "decay"]["params"].append(parameter)
-    return groups
-
-
-def _find_unmatched_patterns(model: nn.Module, no_decay: Sequence[str]) -> list[Fault]:
-    """Find patterns that a user wrote for nothing; the defaults are for all families, and need not match in each."""
-    fqns = [fqn for fqn, _ in _trainable_parameters(model)]
-    faults = []
-    for pattern in no_decay:
-        if pattern not in _DEFAULTS["no_decay"] and not any(fnmatchcase(fqn, pattern) for fqn in fqns):
-            nearest = nearest_name(pattern, fqns)
-            fix = f"did you mean {nearest}?" if nearest else "correct or remove it"
-            faults.append(Fault("optimizer.no_decay", pattern, "must match a trainable parameter", fix))
-    return faults

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from torchtrain.config.job import Job
+from torchtrain.distributed.fsdp2.main_grad import keep_gradients_in_fp32
+from torchtrain.distributed.fsdp2.offload import check_host_memory, parameter_device
 from torchtrain.distributed.fsdp2.precision import DTYPES
 from torchtrain.distributed.materialize import initialize_parameters, materialize
 from torchtrain.distributed.meshes import Meshes
@@ -51,8 +53,14 @@ def build_model(run: Run) -> nn.Module:
         model = run.spec.build(run.architecture)
     model = model.to(DTYPES[model_config.init_dtype])
     model = run.spec.parallelize(model, run.job, run.meshes)
+    fsdp_config, has_fsdp_domain = run.job.fsdp_config, run.meshes.topology.has_fsdp_domain
+    if fsdp_config.enable_offload and has_fsdp_domain:
+        check_host_memory(model, fp32_main_params=run.job.optimizer.fp32_main_params)
     if model_config.init_on_meta:
-        materialize(model, run.device)
+        home = parameter_device(fsdp_config, run.device, has_fsdp_domain=has_fsdp_domain)
+        materialize(model, home, buffer_device=run.device)
+    if fsdp_config.mix_precision.fp32_main_grad and not has_fsdp_domain:
+        keep_gradients_in_fp32(model)
     initialize_parameters(model, partial(run.spec.init_rule, run.architecture), run.job.training.seed)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     logger.info(f"model {model_config.name}/{model_config.preset}: {num_parameters / 1e6:.2f} M parameters")

@@ -1,19 +1,28 @@
 """FSDP2Manager: plans the shard units of a model and applies them with torch's ``fully_shard``.
 
-It has no policy of its own: units, precision, prefetch and accumulation are sibling files that read the same plan. It
-builds no mesh either: it selects one from ``Meshes``.
+It has no policy of its own: units, precision, replicated parameters, prefetch and accumulation are sibling files that
+read the same plan. It builds no mesh either: it selects one from ``Meshes``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 
 from torchtrain.config.fsdp import FSDP2Config
+from torchtrain.distributed.fsdp2.comm_fusion import apply_comm_fusion
+from torchtrain.distributed.fsdp2.main_grad import apply_main_grad
+from torchtrain.distributed.fsdp2.offload import build_offload_policy
 from torchtrain.distributed.fsdp2.precision import build_mixed_precision
 from torchtrain.distributed.fsdp2.prefetch import apply_prefetch, fsdp_module
-from torchtrain.distributed.fsdp2.shard_plan import ROOT, ShardPlan
-from torchtrain.distributed.fsdp2.units import plan_shard_units
+from torchtrain.distributed.fsdp2.replicate import ShardPlacementResult, build_whole_placement
+from torchtrain.distributed.fsdp2.shard_plan import MeshName, ShardedParameter, ShardPlan, ShardUnit
+from torchtrain.distributed.fsdp2.shared_parameters import held_by_root
+from torchtrain.distributed.fsdp2.source_layout import SourceLayout, check_source_layouts
+from torchtrain.distributed.fsdp2.units import plan_shards
 from torchtrain.distributed.meshes import Meshes
 from torchtrain.runtime.logging import get_logger
 
@@ -25,34 +34,73 @@ class FSDP2Manager:
 
     def __init__(self, config: FSDP2Config, meshes: Meshes) -> None:
         self._config = config
-        self._mesh = meshes.dense
+        self._meshes = meshes
+        self._whole_placements: dict[MeshName, ShardPlacementResult] = {}
 
-    def plan(self, model: nn.Module) -> ShardPlan:
-        """Decide the shard units of ``model``; changes nothing and needs no parameter memory."""
-        names = self._mesh.mesh_dim_names or ()
-        axes = tuple(zip(names, self._mesh.shape, strict=True))
-        return ShardPlan(units=plan_shard_units(model, self._config), mesh_axes=axes)
+    def plan(self, model: nn.Module, source_layouts: Mapping[str, SourceLayout] | None = None) -> ShardPlan:
+        """Decide the shard units of ``model``; changes nothing and needs no parameter memory.
+
+        Args:
+            model: The final model, any device.
+            source_layouts: What tensor and expert parallelism did to parameters, by fqn.
+
+        Raises:
+            ConfigError: ``replicate_params`` or ``source_layouts`` do not fit the model.
+        """
+        return plan_shards(model, self._config, self._meshes.topology, source_layouts or {})
 
     def parallelize(self, model: nn.Module, plan: ShardPlan) -> nn.Module:
-        """Wrap the units of ``plan``, blocks first and the root last, in place.
+        """Wrap the units of ``plan``, the deepest first and the root last, in place.
 
         Gradients are summed over the mesh and divided by nothing: the loss already carries the one divisor, the global
         count of valid tokens (see ``docs/numerics.md``).
 
-        Collective: every rank of the mesh.
+        Raises:
+            ConfigError: A parameter is not laid out as the plan was told.
+
+        Collective: every rank of the stage.
         """
-        mp_policy = build_mixed_precision(self._config.mix_precision)
-        for unit in sorted(plan.units, key=lambda unit: unit.fqn == ROOT):
-            fully_shard(
-                model.get_submodule(unit.fqn),
-                mesh=self._mesh,
-                reshard_after_forward=unit.reshard_after_forward,
-                mp_policy=mp_policy,
-            )
-            set_sum_reduction(fsdp_module(model, unit.fqn))
+        parameters = [parameter for unit in plan.units for parameter in unit.parameters]
+        check_source_layouts(model, {parameter.fqn: parameter.source for parameter in parameters})
+        planned = {id(model.get_parameter(parameter.fqn)): parameter for parameter in parameters}
+        root, *inner = plan.units
+        borrowed = [p.fqn for p in root.parameters if any(p.fqn.startswith(f"{unit.fqn}.") for unit in inner)]
+        ignored = {model.get_parameter(fqn) for fqn in borrowed}
+        # Module order lists a unit before those inside it; deepest first is that order backwards.
+        for unit in reversed(inner):
+            self._wrap(model, unit, planned, ignored)
+        with held_by_root(model, borrowed):
+            self._wrap(model, root, planned, set())
         apply_prefetch(model, plan)
+        apply_comm_fusion(model, self._config)
+        if self._config.mix_precision.fp32_main_grad:
+            apply_main_grad(model)
         logger.info(plan.describe())
         return model
+
+    def _wrap(
+        self, model: nn.Module, unit: ShardUnit, planned: Mapping[int, ShardedParameter], ignored: set[nn.Parameter]
+    ) -> None:
+        def place(parameter: nn.Parameter) -> Shard | ShardPlacementResult:
+            plan = planned[id(parameter)]
+            return self._whole_placement(unit.mesh) if plan.is_replicated else Shard(plan.shard_dim)
+
+        fully_shard(
+            model.get_submodule(unit.fqn),
+            mesh=self._meshes.of_units(unit.mesh),
+            reshard_after_forward=unit.reshard_after_forward,
+            shard_placement_fn=place,
+            mp_policy=build_mixed_precision(self._config.mix_precision),
+            offload_policy=build_offload_policy(self._config, self._meshes.device),
+            ignored_params=ignored,
+        )
+        set_sum_reduction(fsdp_module(model, unit.fqn))
+
+    def _whole_placement(self, mesh: MeshName) -> ShardPlacementResult:
+        """Built once per mesh: torch compares these by identity."""
+        if mesh not in self._whole_placements:
+            self._whole_placements[mesh] = build_whole_placement(self._meshes.of_units(mesh))
+        return self._whole_placements[mesh]
 
 
 def set_sum_reduction(module: FSDPModule) -> None:

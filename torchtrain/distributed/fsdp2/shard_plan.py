@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
+
+from torchtrain.distributed.fsdp2.source_layout import SourceLayout
 
 ROOT = ""
 """Fqn of the root unit."""
+
+MeshName = Literal["dense", "expert"]
 
 
 @dataclass(frozen=True)
@@ -14,8 +21,18 @@ class ShardedParameter:
 
     fqn: str
     shape: tuple[int, ...]
+    """Global shape, before any technique."""
     shard_dim: int = 0
     """Tensor dim that the shard axis splits; uneven sizes leave the last ranks with less, or nothing."""
+    is_replicated: bool = False
+    """Kept whole by ``replicate_params``."""
+    source: SourceLayout | None = None
+    """Layout that another technique gave it before."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -23,41 +40,46 @@ class ShardUnit:
     """Parameters that are gathered and reduced together."""
 
     fqn: str
-    """Module fqn; ``ROOT`` for what no block owns."""
+    """Module fqn; ``ROOT`` for what no other unit owns."""
+    mesh: MeshName
     parameters: tuple[ShardedParameter, ...]
     reshard_after_forward: bool
     forward_prefetch: tuple[str, ...]
     """Units whose gathers this unit starts early in forward."""
     backward_prefetch: tuple[str, ...]
     """Units whose gathers this unit starts early in backward."""
+    gradient_divisor: float = 1.0
+    """What summed gradients are divided by. The gradient law knows one divisor only, and it is in the loss."""
 
     @property
     def numel(self) -> int:
         """Elements of all its parameters, whole."""
-        total = 0
-        for parameter in self.parameters:
-            count = 1
-            for size in parameter.shape:
-                count *= size
-            total += count
-        return total
+        return sum(parameter.numel for parameter in self.parameters)
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Units in execution order; the root stands first, because its parameters are needed first."""
+    """Units in module order; the root stands first, because its parameters are needed first."""
 
     units: tuple[ShardUnit, ...]
-    mesh_axes: tuple[tuple[str, int], ...]
-    """Name and size of each axis of the mesh that shards them."""
-
-    @property
-    def blocks(self) -> tuple[ShardUnit, ...]:
-        """All units but the root."""
-        return tuple(unit for unit in self.units if unit.fqn != ROOT)
+    meshes: Mapping[MeshName, tuple[tuple[str, int], ...]]
+    """Name and size of each axis of each mesh in use."""
+    num_blocks: int
+    """Transformer blocks among the units."""
 
     def describe(self) -> str:
-        """One line for the log: how many blocks are wrapped, on which mesh."""
-        mesh = " x ".join(f"{name} {size}" for name, size in self.mesh_axes)
-        count = len(self.blocks)
-        return f"FSDP wraps {count} transformer block{'s' if count != 1 else ''} and the root on mesh ({mesh})"
+        """One line for the log: how many blocks are wrapped, on which meshes."""
+        counts = {name: sum(unit.mesh == name for unit in self.units) for name in self.meshes}
+        parts = [f"FSDP wraps {_count(self.num_blocks, 'transformer block')} and the root on {self._axes('dense')}"]
+        if experts := counts.get("expert"):
+            parts.append(f"{_count(experts, 'expert unit')} on {self._axes('expert')}")
+        if replicated := sum(p.is_replicated for unit in self.units for p in unit.parameters):
+            parts.append(f"{_count(replicated, 'parameter')} kept whole")
+        return ", ".join(parts)
+
+    def _axes(self, mesh: MeshName) -> str:
+        return f"mesh ({' x '.join(f'{name} {size}' for name, size in self.meshes[mesh])})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

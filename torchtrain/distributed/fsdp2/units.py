@@ -1,52 +1,110 @@
-"""Which parameters travel together: one unit per decoder block, then the root.
+"""Which parameters travel together: one unit per decoder block, one per routed-expert module, then the root.
 
-Pure: reads names and shapes of a model, a meta-device one will do.
+Pure: reads names, shapes and stated layouts of a model; a meta-device one will do.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from torch import nn
 
 from torchtrain.config.fsdp import FSDP2Config
 from torchtrain.distributed.fsdp2.prefetch import plan_prefetch
-from torchtrain.distributed.fsdp2.shard_plan import ROOT, ShardedParameter, ShardUnit
+from torchtrain.distributed.fsdp2.replicate import resolve_replicate_params
+from torchtrain.distributed.fsdp2.shard_plan import ROOT, MeshName, ShardedParameter, ShardPlan, ShardUnit
+from torchtrain.distributed.fsdp2.source_layout import SourceLayout, aliases_by_parameter, resolve_source_layouts
+from torchtrain.distributed.topology import Topology
+from torchtrain.errors import ConfigError, Fault
 from torchtrain.nn.decoder_block import DecoderBlock
 
 
-def plan_shard_units(model: nn.Module, config: FSDP2Config) -> tuple[ShardUnit, ...]:
+def plan_shards(
+    model: nn.Module, config: FSDP2Config, topology: Topology, source_layouts: Mapping[str, SourceLayout]
+) -> ShardPlan:
     """Group the parameters of a decoder, or of one pipeline stage of it, into shard units.
 
-    A decoder block is a unit whatever container holds it. What no block owns, and what a block shares with the outside
-    (a tied weight), belongs to the root.
+    A decoder block is a unit whatever container holds it, and so is a module that owns parameters laid out over ``ep``.
+    The deepest unit owns a parameter. What no unit owns, and what is tied across units, belongs to the root.
 
     Returns:
-        The root, then the blocks in module order; together they cover every parameter exactly once.
+        The plan; its units cover every parameter exactly once.
+
+    Raises:
+        ConfigError: ``replicate_params`` or ``source_layouts`` do not fit the model.
     """
-    block_fqns = [fqn for fqn, module in model.named_modules() if isinstance(module, DecoderBlock)]
-    owned: dict[str, list[ShardedParameter]] = {ROOT: [], **{fqn: [] for fqn in block_fqns}}
-    owners: dict[int, set[str]] = {}
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), set()).add(_deepest_owner(fqn, block_fqns))
+    sources = resolve_source_layouts(model, source_layouts)
+    replicated = resolve_replicate_params(model, config.replicate_params)
+    block_fqns = {fqn for fqn, module in model.named_modules() if isinstance(module, DecoderBlock)}
+    expert_fqns = {fqn.rpartition(".")[0] for fqn, layout in sources.items() if layout.axis == "ep"}
+    unit_fqns = [fqn for fqn, _ in model.named_modules() if fqn in block_fqns | expert_fqns]
+    owners = _owners(model, unit_fqns)
+    owned: dict[str, list[ShardedParameter]] = {fqn: [] for fqn in (ROOT, *unit_fqns)}
     for fqn, parameter in model.named_parameters():
-        candidates = owners[id(parameter)]
-        owner = candidates.pop() if len(candidates) == 1 else ROOT
-        owned[owner].append(ShardedParameter(fqn, tuple(parameter.shape)))
-    order = (ROOT, *block_fqns)
-    forward = plan_prefetch(order, config.forward_prefetch_depth)
-    backward = plan_prefetch(tuple(reversed(block_fqns)), config.backward_prefetch_depth, first=ROOT)
-    return tuple(
+        shape, is_replicated = tuple(parameter.shape), fqn in replicated
+        is_expert = owners[fqn] in expert_fqns and not is_replicated
+        shard_dim = _expert_shard_dim(shape, topology) if is_expert else 0
+        owned[owners[fqn]].append(ShardedParameter(fqn, shape, shard_dim, is_replicated, sources.get(fqn)))
+    _refuse_mixed_units(owned, expert_fqns)
+    forward = plan_prefetch((ROOT, *unit_fqns), config.forward_prefetch_depth)
+    backward = plan_prefetch(tuple(reversed(unit_fqns)), config.backward_prefetch_depth, first=ROOT)
+    units = tuple(
         ShardUnit(
             fqn=fqn,
-            parameters=tuple(owned[fqn]),
+            mesh="expert" if fqn in expert_fqns else "dense",
+            parameters=tuple(parameters),
             # The root's parameters are needed again as soon as backward begins.
             reshard_after_forward=config.reshard_after_forward and fqn != ROOT,
             forward_prefetch=forward[fqn],
             backward_prefetch=backward[fqn],
         )
-        for fqn in order
+        for fqn, parameters in owned.items()
     )
+    return ShardPlan(units, _mesh_axes(topology, has_experts=bool(expert_fqns)), num_blocks=len(block_fqns))
 
 
-def _deepest_owner(fqn: str, block_fqns: list[str]) -> str:
-    inside = [block for block in block_fqns if fqn.startswith(f"{block}.")]
+def _mesh_axes(topology: Topology, *, has_experts: bool) -> dict[MeshName, tuple[tuple[str, int], ...]]:
+    dense = (("fsdp_replicate", topology.dp_replicate_size), ("fsdp_shard", topology.dp_shard_size))
+    expert = (("edp_replicate", topology.edp_replicate_size), ("edp_shard", topology.edp_shard_size))
+    axes: dict[MeshName, tuple[tuple[str, int], ...]] = {"dense": dense}
+    if has_experts:
+        axes["expert"] = expert
+    # An axis of one replica is left out, as ``Meshes`` leaves it out of the mesh.
+    return {name: pair if pair[0][1] > 1 else pair[1:] for name, pair in axes.items()}
+
+
+def _owners(model: nn.Module, unit_fqns: list[str]) -> dict[str, str]:
+    owners = {}
+    for aliases in aliases_by_parameter(model).values():
+        candidates = {_deepest(fqn, unit_fqns) for fqn in aliases}
+        owners[aliases[0]] = candidates.pop() if len(candidates) == 1 else ROOT
+    return owners
+
+
+def _deepest(fqn: str, unit_fqns: list[str]) -> str:
+    inside = [unit for unit in unit_fqns if fqn.startswith(f"{unit}.")]
     return max(inside, key=len, default=ROOT)
+
+
+def _expert_shard_dim(shape: tuple[int, ...], topology: Topology) -> int:
+    """Dim 0 holds whole experts; where they do not split evenly, dim 1 avoids padding with whole experts."""
+    num_local_experts = shape[0] // topology.ep_size
+    splits_evenly = num_local_experts % topology.edp_shard_size == 0
+    can_split_dim_1 = len(shape) > 1 and shape[1] % topology.edp_shard_size == 0
+    return 1 if not splits_evenly and can_split_dim_1 else 0
+
+
+def _refuse_mixed_units(owned: Mapping[str, list[ShardedParameter]], expert_fqns: set[str]) -> None:
+    faults = [
+        Fault(
+            f"source layout of {parameter.fqn}",
+            None if parameter.source is None else str(parameter.source),
+            f"must be on ep like the other parameters of the expert module {unit}",
+            "state its ep layout, or move it out of that module",
+        )
+        for unit in expert_fqns
+        for parameter in owned.get(unit, [])
+        if parameter.source is None or parameter.source.axis != "ep"
+    ]
+    if faults:
+        raise ConfigError(faults)
