@@ -26,6 +26,8 @@ PRIVATE_TORCH = {
     "torchtrain/distributed/fsdp2/shared_parameters.py": "parameters tied across units",
     "torchtrain/distributed/fsdp2/replicate.py": "parameters kept whole inside a sharded unit",
     "torchtrain/activation_checkpoint.py": "which attention ops selective checkpointing keeps",
+    "torchtrain/distributed/collective_ops.py": "the group that a functional collective names",
+    "torchtrain/distributed/comm_trace.py": "the dispatch mode that sees every operator",
     "torchtrain/distributed/dtensor_internals.py": "which rows of a DTensor a rank owns",
     "torchtrain/distributed/fsdp2/param_group_internals.py": "split or flat parameter groups for comm fusion",
     "torchtrain/distributed/fsdp2/main_grad.py": "fp32 gradients of low-precision parameters",

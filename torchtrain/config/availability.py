@@ -45,7 +45,6 @@ NOT_YET = (
     Unavailable("kernel_config.name", "kernel plugins", lambda names: names.strip() == "auto", "auto"),
     Unavailable("kernel_config.include_kernels", "kernel plugins", lambda names: names is None, "null"),
     Unavailable("model.hf_path", "starting from Hugging Face weights", lambda path: path is None, "null"),
-    Unavailable("debug.comm_trace", "the trace of collectives", _is_off, "false"),
 )
 
 

@@ -28,8 +28,8 @@ class JsonlSink:
             resume_step: Step the run continues after: later lines, left by the run that was cut short, are removed.
                 ``None`` begins anew.
         """
-        self._steps = _open_after(output_dir / "metrics.jsonl", resume_step)
-        self._evals = _open_after(output_dir / "eval.jsonl", resume_step)
+        self._steps = open_after(output_dir / "metrics.jsonl", resume_step)
+        self._evals = open_after(output_dir / "eval.jsonl", resume_step)
 
     def write_step(self, report: StepReport) -> None:
         """Append one line; ``mfu`` and ``loss_by_source`` only where they say something."""
@@ -66,7 +66,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _open_after(path: Path, resume_step: int | None) -> TextIO:
+def open_after(path: Path, resume_step: int | None) -> TextIO:
     """Open for appending, cut back to ``resume_step``; the old file stands until the new one is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [] if resume_step is None or not path.exists() else read_jsonl(path)

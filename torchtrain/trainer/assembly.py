@@ -19,9 +19,11 @@ from torchtrain.data.batch import Batch
 from torchtrain.data.dataset import SequenceDataset, build_dataset
 from torchtrain.data.loader import build_eval_loader, build_train_loader
 from torchtrain.data.tokenizer import Tokenizer, build_tokenizer
+from torchtrain.distributed.comm_trace import CommTrace
 from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.process_group import process_group
 from torchtrain.distributed.topology import Topology, find_topology_warnings
+from torchtrain.metrics.comm_log import CommLog
 from torchtrain.metrics.logger import MetricsLogger
 from torchtrain.metrics.report import EvalReport
 from torchtrain.model_spec import ModelSpec
@@ -113,7 +115,7 @@ def _execute(run: Run, stop_signal: StopSignal) -> int:
         stop_signal=stop_signal,
     )
     is_resumed = trainer.resume()
-    with _instruments(run, resume_step=trainer.progress.step if is_resumed else None) as instruments:
+    with _instruments(run, model, resume_step=trainer.progress.step if is_resumed else None) as instruments:
         is_finished = trainer.run(
             open_loader=partial(_open_train_loader, run, dataset),
             evaluate=_evaluator(run, model, task, dataset, precision),
@@ -160,7 +162,7 @@ def _evaluator(
 
 
 @contextmanager
-def _instruments(run: Run, *, resume_step: int | None) -> Generator[Instruments]:
+def _instruments(run: Run, model: nn.Module, *, resume_step: int | None) -> Generator[Instruments]:
     job = run.job
     with ExitStack() as stack:
         metrics = MetricsLogger(
@@ -174,11 +176,17 @@ def _instruments(run: Run, *, resume_step: int | None) -> Generator[Instruments]
         stack.callback(metrics.close)
         garbage = GarbageSchedule(job.training.gc_interval)
         stack.callback(garbage.close)
+        comm_trace = None
+        if job.debug.comm_trace:
+            log = CommLog(run.output_dir, is_main=run.is_main, resume_step=resume_step)
+            stack.callback(log.close)
+            comm_trace = CommTrace(model, run.meshes, log)
         rank = torch.distributed.get_rank()
         yield Instruments(
             metrics=metrics,
             profiler=stack.enter_context(Profiler(job.profiling, run.output_dir, run.device, rank)),
             garbage=garbage,
+            comm_trace=comm_trace,
             flops_per_token=run.spec.flops_per_token(run.architecture, job.training.seq_len),
             peak_flops=job.metrics.peak_flops or peak_flops(run.device),
             num_devices=run.meshes.topology.world_size,

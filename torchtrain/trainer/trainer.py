@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torchtrain.checkpoint.checkpointer import Checkpointer
 from torchtrain.config.job import Job
 from torchtrain.data.batch import Batch
+from torchtrain.distributed.comm_trace import CommTrace
 from torchtrain.distributed.meshes import Meshes
 from torchtrain.distributed.process_group import sum_over
 from torchtrain.metrics.logger import MetricsLogger
@@ -47,9 +49,14 @@ class Instruments:
     metrics: MetricsLogger
     profiler: Profiler
     garbage: GarbageSchedule
+    comm_trace: CommTrace | None
     flops_per_token: float
     peak_flops: float | None
     num_devices: int
+
+    def tracing(self, step: int) -> AbstractContextManager[None]:
+        """Record the collectives of one step, where the job asks for it."""
+        return self.comm_trace.step(step) if self.comm_trace else nullcontext()
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOP utilisation of the whole world; None where the device's peak is unknown."""
@@ -131,13 +138,15 @@ class Trainer:
             started = time.perf_counter()
             micro_batches = [next(batches) for _ in range(accumulation)]
             data_wait_s = time.perf_counter() - started
-            num_valid_tokens, should_stop = self._agree(micro_batches)
+            with instruments.tracing(self.progress.step + 1):
+                num_valid_tokens, should_stop = self._agree(micro_batches)
+                arguments = (micro_batches, num_valid_tokens, started, data_wait_s, instruments)
+                report = None if should_stop else self._one_step(*arguments)
             if should_stop:
                 logger.warning(f"stop signal: saving after step {self.progress.step} and leaving")
                 self._save()
                 self._checkpointer.wait()
                 return False
-            report = self._one_step(micro_batches, num_valid_tokens, started, data_wait_s, instruments)
             if report is not None:
                 instruments.metrics.log_step(report)
             if evaluate is not None and self._is_due(self._job.task.eval_interval, also_last=True):

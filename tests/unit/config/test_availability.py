@@ -17,7 +17,6 @@ ASKS = [
     "kernel_config.name=auto, flash-linear-attention",
     "kernel_config.include_kernels=chunk_gated_delta_rule",
     "model.hf_path=weights",
-    "debug.comm_trace=true",
 ]
 
 
