@@ -65,6 +65,12 @@ class CheckpointError(TorchtrainError):
     """A checkpoint that is torn, foreign, or does not fit the job."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint could not be written: the disk's fault, not the job's."""
+
+    exit_code = 1
+
+
 class NonFiniteError(TorchtrainError):
     """Training stopped itself: a loss or gradient norm was not finite."""
 

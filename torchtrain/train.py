@@ -38,24 +38,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Job file, then overrides; the process's own arguments by default.
 
     Returns:
-        The process's exit code: 0 finished, 2 the job is wrong, 3 training stopped itself, 143 stopped by a signal
-        after saving.
+        The process's exit code: 0 finished, 1 the last checkpoint could not be written, 2 the job is wrong, 3 training
+        stopped itself, 143 stopped by a signal, its state saved if there was any yet.
     """
     launch = LaunchEnv()
     try:
         launch = read_launch_env()
         checked = check_job(sys.argv[1:] if argv is None else argv, launch.world_size)
-        # Only now: importing torch takes seconds, and a wrong job has been refused already.
-        from torchtrain.trainer.assembly import train
+    except TorchtrainError as error:
+        # Every rank has read the same files: one of them says what is wrong.
+        if launch.rank == 0:
+            _say(error, launch)
+        return error.exit_code
+    # Only now: importing torch takes seconds, and a wrong job has been refused already.
+    from torchtrain.trainer.assembly import train
 
+    try:
         spec = load_spec(checked.job.model.name)
         return train(checked.job, checked.topology, spec, checked.architecture, launch)
     except TorchtrainError as error:
-        # A wrong job is equally wrong on every rank; other errors may be one rank's own.
-        if launch.rank == 0 or not isinstance(error, ConfigError):
-            where = f"[rank {launch.rank}] " if launch.world_size > 1 else ""
-            print(f"{where}error: {error}", file=sys.stderr, flush=True)
+        # From here on an error may be this rank's own.
+        _say(error, launch)
         return error.exit_code
+
+
+def _say(error: TorchtrainError, launch: LaunchEnv) -> None:
+    where = f"[rank {launch.rank}] " if launch.world_size > 1 else ""
+    print(f"{where}error: {error}", file=sys.stderr, flush=True)
 
 
 def check_job(argv: Sequence[str], world_size: int) -> CheckedJob:

@@ -7,9 +7,11 @@ appears whole or not at all, a background save cannot fail unheard, and a foreig
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -19,18 +21,24 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
 from torchtrain.checkpoint import layout
 from torchtrain.checkpoint.safe_reader import SafeFileSystemReader, read_metadata
 from torchtrain.checkpoint.training_state import (
+    MAIN_PREFIX,
     find_mismatch,
+    forget_optimizer_state,
+    lacks_main_params,
     read_rng_state,
     restore_rng_state,
     restore_scalars,
     view_training_state,
+    without_optimizer_state,
 )
 from torchtrain.config.observation import CheckpointConfig
-from torchtrain.errors import CheckpointError
+from torchtrain.errors import CheckpointError, SaveError
+from torchtrain.optim.main_params import MainParamOptimizer
 from torchtrain.runtime.logging import get_logger
 
 logger = get_logger(__name__)
@@ -46,12 +54,19 @@ class Checkpointer:
     Collective: the constructor and every method, the whole world in the same order.
     """
 
-    def __init__(self, config: CheckpointConfig, folder: Path) -> None:
+    def __init__(self, config: CheckpointConfig, folder: Path, *, timeout_s: float | None = None) -> None:
+        """Open a group of its own.
+
+        Args:
+            config: Section ``checkpoint``.
+            folder: Where this run's checkpoints lie.
+            timeout_s: Seconds until a collective that a rank does not join fails; torch's own default otherwise.
+        """
         self._config = config
         self._folder = folder
         # A group of its own: collectives of a background save never meet those of training.
-        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
         self._stager = DefaultStager(StagingOptions(False, False, False, False))
         self._pending: Future[None] | None = None
         self._last_step: int | None = None
@@ -66,21 +81,28 @@ class Checkpointer:
             state: Whatever else a resumed run needs, as JSON values; the same on every rank, rank 0's is written.
 
         Raises:
-            CheckpointError: The disk refused, now or in the background save before this one. Older checkpoints are as
-                they were.
+            SaveError: The disk refused, now or in the background save before this one. Older checkpoints are as they
+                were.
+            CheckpointError: The optimizer keeps what cannot be saved.
         """
         self.wait()
         if step == self._last_step:
             return
         started = time.perf_counter()
-        view = view_training_state(model, optimizer)
-        record = {"step": step, "world_size": dist.get_world_size(), "optimizer_scalars": view.scalars, "state": state}
+        view = view_training_state(model, optimizer, create_missing=False)
+        record = {
+            "step": step,
+            "world_size": dist.get_world_size(),
+            "has_optimizer_state": bool(optimizer.state),
+            "optimizer_scalars": view.scalars,
+            "state": state,
+        }
         tensors = view.tensors | read_rng_state(_device_of(model))
         path = layout.checkpoint_path(self._folder, step)
         text = json.dumps(record, indent=1)
         if self._config.async_save:
             staged = cast(dict[str, Tensor], self._stager.stage(tensors))
-            self._pending = self._executor.submit(self._write, path, staged, text)
+            self._pending = _in_background(lambda: self._write(path, staged, text))
         else:
             self._write(path, tensors, text)
         self._last_step = step
@@ -91,7 +113,7 @@ class Checkpointer:
         """Wait for the background save, if there is one.
 
         Raises:
-            CheckpointError: It failed; the cause is the worker's own exception.
+            SaveError: It failed.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -117,15 +139,23 @@ class Checkpointer:
         refusal: CheckpointError | None = None
         while (path := self._on_rank_0(lambda: next(candidates, None))) is not None:
             try:
-                return self.load(path, model, optimizer)
+                state = self.load(path, model, optimizer)
             except CheckpointError as error:
                 if self._config.resume != _AUTO:
                     raise
                 logger.warning(f"checkpoint skipped: {error}")
                 refusal = refusal or error
+                continue
+            if self._config.resume == _AUTO:
+                # The newest as it is: stopped before its first step, the run has nothing to save again.
+                self._last_step = layout.step_of(path)
+            elif path.parent.resolve() != self._folder.resolve():
+                self._begin_run()
+            return state
         if refusal is not None:
             # Starting anew on weights that a failed load may have touched, or beside a foreign run, helps nobody.
             raise refusal
+        self._begin_run()
         return None
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -152,12 +182,23 @@ class Checkpointer:
         has_rng_state = (
             record["world_size"] == dist.get_world_size() and rng_state.keys() <= metadata.state_dict_metadata.keys()
         )
-        tensors = view.tensors | rng_state if has_rng_state else view.tensors
+        has_optimizer_state = record.get("has_optimizer_state", True)
+        tensors = view.tensors if has_optimizer_state else without_optimizer_state(view.tensors)
+        tensors = tensors | rng_state if has_rng_state else tensors
+        starts_mains_anew = lacks_main_params(metadata, tensors)
+        if starts_mains_anew:
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(MAIN_PREFIX)}
         try:
             dcp.load(tensors, storage_reader=SafeFileSystemReader(path), process_group=self._group)
         except dcp.CheckpointException as error:
             raise CheckpointError(f"{path} cannot be read: {_describe_failures(error)}") from error
         restore_scalars(model, optimizer, record["optimizer_scalars"])
+        if not has_optimizer_state and optimizer.state:
+            forget_optimizer_state(optimizer)
+            logger.warning(f"{path} holds no optimizer state, as one saved before the first step: it starts anew")
+        if starts_mains_anew and isinstance(optimizer, MainParamOptimizer):
+            optimizer.restart_from_weights()
+            logger.warning(f"{path} holds no fp32 main parameters: they start from its low-precision weights")
         if has_rng_state:
             restore_rng_state(rng_state, device)
         else:
@@ -166,6 +207,15 @@ class Checkpointer:
                 f"random generators start anew: {path.name} is of {there} rank(s), this run has {here} on {device.type}"
             )
         return record["state"]
+
+    def _begin_run(self) -> None:
+        earlier = self._on_rank_0(lambda: layout.begin_run(self._folder))
+        if earlier:
+            logger.warning(
+                f"{self._folder} holds {len(earlier)} checkpoint(s) of an earlier run, the newest {earlier[0].name}: "
+                "auto passes over them from now on, keep_last does not count them, and one whose step is saved again "
+                "is replaced. To go on with one of them, name it in checkpoint.resume"
+            )
 
     def _write(self, path: Path, tensors: dict[str, Tensor], record: str) -> None:
         partial = layout.partial_path(path)
@@ -180,15 +230,16 @@ class Checkpointer:
             layout.publish(path)
             layout.prune(self._folder, self._config.keep_last)
 
-        self._on_rank_0(prepare)
+        self._on_rank_0(prepare, failure=SaveError)
         try:
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), process_group=self._group)
         except dcp.CheckpointException as error:
-            raise CheckpointError(f"{path} was not saved: {_describe_failures(error)}") from error
-        self._on_rank_0(finish)
+            raise SaveError(f"{path} was not saved: {_describe_failures(error)}") from error
+        self._on_rank_0(finish, failure=SaveError)
 
     def _candidates(self) -> Iterator[Path]:
         """Yield whole checkpoints, the newest first, and tell of those passed over. Rank 0 only."""
+        layout.give_back_replaced(self._folder)
         resume = self._config.resume
         if resume is None:
             return
@@ -198,7 +249,7 @@ class Checkpointer:
                 raise CheckpointError(f"{damage}; {_suggest_another(Path(resume))}")
             yield Path(resume)
             return
-        for path in layout.list_checkpoints(self._folder):
+        for path in layout.list_own_checkpoints(self._folder):
             damage = _find_damage(path)
             if damage is None:
                 yield path
@@ -216,6 +267,8 @@ class Checkpointer:
             record = json.loads((path / layout.STATE_FILE).read_text(encoding="utf-8"))
             if not (isinstance(record, dict) and record.keys() >= _RECORD_KEYS):
                 raise ValueError(f"it must have the keys {', '.join(sorted(_RECORD_KEYS))}")
+            if not record.get("has_optimizer_state", True):
+                tensors = without_optimizer_state(tensors)
             mismatch = find_mismatch(metadata, tensors, {name for names in gathered for name in names})
             if mismatch is not None:
                 refusal = f"{path} is of another model or optimizer: it {mismatch}"
@@ -229,7 +282,7 @@ class Checkpointer:
             raise CheckpointError(refusals[0])
         return metadata, record
 
-    def _on_rank_0(self, action: Callable[[], _T]) -> _T:
+    def _on_rank_0(self, action: Callable[[], _T], *, failure: type[CheckpointError] = CheckpointError) -> _T:
         """Let rank 0 act on the disk, and give every rank its result or its error."""
         outcome: list[Any] = [None, None]
         cause: Exception | None = None
@@ -243,12 +296,28 @@ class Checkpointer:
         if cause is not None and not isinstance(cause, (OSError, CheckpointError)):
             raise cause
         if outcome[1] is not None:
-            raise CheckpointError(outcome[1]) from cause
+            raise failure(outcome[1]) from cause
         return outcome[0]
 
 
+def _in_background(action: Callable[[], None]) -> Future[None]:
+    """Start a thread that the interpreter does not wait for when it leaves: a failed rank must be able to."""
+    future: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="checkpoint", daemon=True).start()
+    return future
+
+
 def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+    parameter = next(model.parameters())
+    # Offloaded parameters lie on the CPU; their mesh says where the model computes.
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def _find_damage(path: Path) -> str | None:

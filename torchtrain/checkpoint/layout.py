@@ -5,6 +5,8 @@ One process writes through this file (rank 0). What is inside the data files is 
 A checkpoint is ``step_<8 digits>/`` with DCP's data files and ``.metadata``, ``state.json``, and ``complete.json``, the
 seal: written last, it lists every other file with its size. A folder is built under ``<name>.partial`` and renamed, so
 that a kill at any moment leaves older checkpoints as they were.
+
+A run that starts anew beside checkpoints of an earlier one writes ``run.json``: what was saved before is not its own.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 STATE_FILE = "state.json"
 SEAL_FILE = "complete.json"
 METADATA_FILE = ".metadata"
+RUN_FILE = "run.json"
 
 _PARTIAL_SUFFIX = ".partial"
 _REPLACED_SUFFIX = ".replaced"
@@ -30,19 +33,29 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """Read the step out of a checkpoint's name."""
+    return int(path.name.removeprefix("step_"))
+
+
 def partial_path(path: Path) -> Path:
     """Name the folder in which a checkpoint is built."""
     return path.with_name(path.name + _PARTIAL_SUFFIX)
 
 
-def clear_leftovers(folder: Path) -> None:
-    """Remove what a killed writer left; give back a checkpoint whose replacement never arrived."""
+def give_back_replaced(folder: Path) -> None:
+    """Give a checkpoint whose replacement never arrived its name back."""
     for replaced in folder.glob(f"step_*{_REPLACED_SUFFIX}"):
         original = replaced.with_name(replaced.name.removesuffix(_REPLACED_SUFFIX))
-        if original.exists():
-            shutil.rmtree(replaced)
-        else:
+        if not original.exists():
             replaced.rename(original)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what a killed writer left, after giving back what it had set aside."""
+    give_back_replaced(folder)
+    for replaced in folder.glob(f"step_*{_REPLACED_SUFFIX}"):
+        shutil.rmtree(replaced)
     for partial in folder.glob(f"step_*{_PARTIAL_SUFFIX}"):
         shutil.rmtree(partial)
 
@@ -58,9 +71,20 @@ def write_durably(path: Path, text: str) -> None:
 def seal(partial: Path) -> None:
     """Write the seal of a folder that is otherwise finished."""
     sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-    indices = [_save_index(other) for other in list_checkpoints(partial.parent)]
-    save_index = 1 + max((index for index in indices if index is not None), default=0)
-    write_durably(partial / SEAL_FILE, json.dumps({"save_index": save_index, "files": sizes}, indent=1))
+    content = {"save_index": _next_save_index(partial.parent), "files": sizes}
+    write_durably(partial / SEAL_FILE, json.dumps(content, indent=1))
+
+
+def begin_run(folder: Path) -> list[Path]:
+    """Set the checkpoints that are there apart from those of a run that starts anew.
+
+    Returns:
+        Those of earlier runs, the last saved first.
+    """
+    earlier = list_checkpoints(folder)
+    if earlier:
+        write_durably(folder / RUN_FILE, json.dumps({"first_save_index": _next_save_index(folder)}))
+    return earlier
 
 
 def publish(path: Path) -> None:
@@ -75,8 +99,8 @@ def publish(path: Path) -> None:
 
 
 def prune(folder: Path, keep_last: int) -> None:
-    """Remove all but the ``keep_last`` newest whole checkpoints; 0 keeps all. Damaged ones are left for a human."""
-    whole = [path for path in list_checkpoints(folder) if find_damage(path) is None]
+    """Keep the ``keep_last`` newest whole checkpoints of this run; 0 keeps all. Damaged ones are left for a human."""
+    whole = [path for path in list_own_checkpoints(folder) if find_damage(path) is None]
     for path in whole[keep_last:] if keep_last > 0 else []:
         # Renamed first: a kill between two files must not leave a checkpoint that looks damaged.
         path.rename(partial_path(path))
@@ -99,13 +123,19 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=newest_last, reverse=True)
 
 
+def list_own_checkpoints(folder: Path) -> list[Path]:
+    """List those of the run that started last in this folder, and any whose seal is unreadable."""
+    first_index = _first_save_index(folder)
+    return [path for path in list_checkpoints(folder) if (index := _save_index(path)) is None or index >= first_index]
+
+
 def find_damage(path: Path) -> str | None:
     """Say why a checkpoint is not whole; ``None`` when every file is there at its full size."""
     if not path.is_dir():
         return "there is no such folder"
     if not (path / SEAL_FILE).is_file():
         return f"{SEAL_FILE} is missing: the save never finished"
-    sizes = _read_seal(path).get("files")
+    sizes = _read_object(path / SEAL_FILE).get("files")
     if not isinstance(sizes, dict):
         return f"{SEAL_FILE} is unreadable"
     for required in (METADATA_FILE, STATE_FILE):
@@ -121,13 +151,22 @@ def find_damage(path: Path) -> str | None:
 
 
 def _save_index(path: Path) -> int | None:
-    index = _read_seal(path).get("save_index")
+    index = _read_object(path / SEAL_FILE).get("save_index")
     return index if isinstance(index, int) else None
 
 
-def _read_seal(path: Path) -> dict[str, Any]:
+def _next_save_index(folder: Path) -> int:
+    indices = [_save_index(path) for path in list_checkpoints(folder)]
+    return max([_first_save_index(folder), *(index + 1 for index in indices if index is not None)])
+
+
+def _first_save_index(folder: Path) -> int:
+    return _read_object(folder / RUN_FILE).get("first_save_index", 1)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads((path / SEAL_FILE).read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -1,7 +1,8 @@
 """What a checkpoint holds, as the live objects themselves: saving reads them, loading writes into them.
 
-Names are parameter fqns, which no topology changes: ``model.<fqn>``, ``optimizer.<fqn>.<name>``. A tied weight is there
-once, under its first name. Learning rate, betas and other hyperparameters are not: they belong to the job.
+Names are parameter fqns, which no topology changes: ``model.<fqn>``, ``optimizer.<fqn>.<name>``, and ``main.<fqn>`` for
+the fp32 main parameter of a weight that is stored in low precision. A tied weight is there once, under its first name.
+Learning rate, betas and other hyperparameters are not: they belong to the job.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from torchtrain.errors import CheckpointError
+from torchtrain.optim.main_params import MainParamOptimizer
 from torchtrain.runtime.device import device_rng_state, set_device_rng_state
 
 Scalar = bool | int | float | str | None
 RNG_PREFIX = "rng."
+MAIN_PREFIX = "main."
+_OPTIMIZER_PREFIX = "optimizer."
 _MAX_NAMES_SHOWN = 5
 
 
@@ -33,8 +37,16 @@ class TrainingState:
     """By parameter fqn, then by name."""
 
 
-def view_training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
-    """Name the live tensors of a model and its optimizer, whose state is created if it has not stepped yet.
+def view_training_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, create_missing: bool = True
+) -> TrainingState:
+    """Name the live tensors of a model and its optimizer.
+
+    Args:
+        model: Its parameters, sharded or not.
+        optimizer: Its state.
+        create_missing: Create the state of an optimizer that has not stepped yet, for something to be loaded into it.
+            It takes a step of size zero, which it counts: not for one that goes on from there.
 
     Raises:
         CheckpointError: The optimizer keeps something that is neither a tensor nor a number.
@@ -47,11 +59,15 @@ def view_training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> T
             seen.add(id(tensor))
             tensors[f"model.{fqn}"] = tensor.detach()
     scalars: dict[str, dict[str, Scalar]] = {}
-    optimizer_state = cast(dict[str, dict[str, Any]], get_optimizer_state_dict(model, optimizer)["state"])
-    for fqn, entries in optimizer_state.items():
+    if isinstance(optimizer, MainParamOptimizer):
+        mains = optimizer.main_params
+        named = dict(model.named_parameters())
+        tensors |= {f"{MAIN_PREFIX}{fqn}": mains[p].detach() for fqn, p in named.items() if p in mains}
+    state = _state_by_fqn(model, optimizer) if optimizer.state or create_missing else {}
+    for fqn, entries in state.items():
         for name, value in entries.items():
             if isinstance(value, Tensor):
-                tensors[f"optimizer.{fqn}.{name}"] = value.detach()
+                tensors[f"{_OPTIMIZER_PREFIX}{fqn}.{name}"] = value.detach()
             elif isinstance(value, Scalar):
                 scalars.setdefault(fqn, {})[name] = value
             else:
@@ -60,6 +76,26 @@ def view_training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> T
                     f"optimizer state {name} of {fqn} is of type {kind}: only tensors and numbers are saved"
                 )
     return TrainingState(tensors, scalars)
+
+
+def _state_by_fqn(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    if isinstance(optimizer, MainParamOptimizer):
+        # torch would create the state with gradients of the weights' dtype, which fp32 main gradients refuse.
+        optimizer.create_state()
+        return {fqn: optimizer.state[p] for fqn, p in model.named_parameters() if p in optimizer.state}
+    return cast(dict[str, dict[str, Any]], get_optimizer_state_dict(model, optimizer)["state"])
+
+
+def without_optimizer_state(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out what belongs to the optimizer."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(_OPTIMIZER_PREFIX)}
+
+
+def forget_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer be as it was before its first step."""
+    optimizer.state.clear()
+    if isinstance(optimizer, MainParamOptimizer):
+        optimizer.inner.state.clear()
 
 
 def restore_scalars(model: nn.Module, optimizer: torch.optim.Optimizer, scalars: dict[str, dict[str, Scalar]]) -> None:
@@ -89,8 +125,16 @@ def _rng_name(device_type: str) -> str:
     return f"{RNG_PREFIX}{dist.get_rank()}.{device_type}"
 
 
+def lacks_main_params(metadata: Metadata, tensors: Iterable[str]) -> bool:
+    """Whether a checkpoint holds not one of the main parameters that a run keeps: it was saved by a run without any."""
+    has_any = any(name.startswith(MAIN_PREFIX) for name in metadata.state_dict_metadata)
+    return not has_any and any(name.startswith(MAIN_PREFIX) for name in tensors)
+
+
 def find_mismatch(metadata: Metadata, tensors: dict[str, Tensor], names_of_all_ranks: Iterable[str]) -> str | None:
     """Say how a checkpoint differs from what would be loaded; ``None`` when every tensor has its counterpart.
+
+    A checkpoint without any main parameters is no mismatch, whatever the dtype of its moments: they are cast.
 
     Args:
         metadata: What the checkpoint holds.
@@ -103,6 +147,10 @@ def find_mismatch(metadata: Metadata, tensors: dict[str, Tensor], names_of_all_r
         if isinstance(entry, TensorStorageMetadata) and not name.startswith(RNG_PREFIX)
     }
     live = {name: _describe(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    if lacks_main_params(metadata, tensors):
+        live = {name: shown for name, shown in live.items() if not name.startswith(MAIN_PREFIX)}
+        for name in [name for name in live if name.startswith(_OPTIMIZER_PREFIX) and name in saved]:
+            saved[name] = _describe(metadata.state_dict_metadata[name].size, tensors[name].dtype)
     missing = [name for name in live if name not in saved]
     unknown = sorted(saved.keys() - set(names_of_all_ranks))
     different = [

@@ -38,8 +38,8 @@ class MicroBatchSampler(Sampler[list[int]]):
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
-        start_step: int,
-        stop_step: int,
+        start_sequence: int,
+        num_steps: int,
     ) -> None:
         if global_batch_size % (micro_batch_size * dp_size) != 0:
             raise ValueError(f"{global_batch_size} sequences do not split into {dp_size} ranks of {micro_batch_size}")
@@ -47,16 +47,18 @@ class MicroBatchSampler(Sampler[list[int]]):
         self._micro_batch_size = micro_batch_size
         self._rank_batch_size = global_batch_size // dp_size
         self._dp_rank = dp_rank
-        self._steps = range(start_step, stop_step)
+        self._start_sequence = start_sequence
+        self._num_steps = num_steps
 
     def __len__(self) -> int:
         """Count the micro-batches."""
-        return len(self._steps) * (self._rank_batch_size // self._micro_batch_size)
+        return self._num_steps * (self._rank_batch_size // self._micro_batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of one micro-batch after the other."""
-        for step in self._steps:
-            start = step * self._global_batch_size + self._dp_rank * self._rank_batch_size
+        for step in range(self._num_steps):
+            first_of_step = self._start_sequence + step * self._global_batch_size
+            start = first_of_step + self._dp_rank * self._rank_batch_size
             for first in range(start, start + self._rank_batch_size, self._micro_batch_size):
                 yield list(range(first, first + self._micro_batch_size))
 
@@ -85,6 +87,7 @@ def build_train_loader(
     dp_rank: int,
     dp_size: int,
     start_step: int,
+    start_sequence: int | None = None,
     num_workers: int,
 ) -> StatefulDataLoader:
     """Build the loader of one rank: ``Batch`` after ``Batch``, from ``start_step`` to the end of the run.
@@ -95,6 +98,8 @@ def build_train_loader(
         dp_rank: Which part of the global batch; ranks that differ only in TP, CP or PP read the same.
         dp_size: How many parts.
         start_step: Steps already trained, 0 for a new run.
+        start_sequence: Sequences already read, where that is not ``start_step`` global batches: a run that resumes
+            with another batch size goes on where it was.
         num_workers: Loader processes; 0 reads in this process.
     """
     sampler = MicroBatchSampler(
@@ -102,8 +107,8 @@ def build_train_loader(
         micro_batch_size=training.micro_batch_size,
         dp_rank=dp_rank,
         dp_size=dp_size,
-        start_step=start_step,
-        stop_step=training.steps,
+        start_sequence=start_step * training.global_batch_size if start_sequence is None else start_sequence,
+        num_steps=max(0, training.steps - start_step),
     )
     return _build_loader(_TrainSequences(dataset), sampler, num_workers=num_workers)
 
@@ -128,8 +133,8 @@ def build_eval_loader(
         micro_batch_size=micro_batch_size,
         dp_rank=dp_rank,
         dp_size=dp_size,
-        start_step=0,
-        stop_step=-(-num_sequences // round_size),
+        start_sequence=0,
+        num_steps=-(-num_sequences // round_size),
     )
     return _build_loader(_EvalSequences(dataset, num_sequences), sampler, num_workers=0)
 

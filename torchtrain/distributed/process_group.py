@@ -9,7 +9,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from torchtrain.errors import TorchtrainError
+from torchtrain.runtime.device import has_float64
 from torchtrain.runtime.env import LaunchEnv
+from torchtrain.runtime.logging import get_logger
+
+logger = get_logger(__name__)
 
 
 @contextmanager
@@ -17,6 +22,8 @@ def process_group(launch: LaunchEnv, device: torch.device, backend: str, timeout
     """Join the world for the duration of a ``with`` block.
 
     A single process joins a world of one, so that no caller needs a second code path.
+
+    An exception passes at once: leaving in good order would wait for peers that know nothing of it.
 
     Args:
         launch: Rank and world size; the rendezvous address comes from torchrun's own variables.
@@ -34,18 +41,22 @@ def process_group(launch: LaunchEnv, device: torch.device, backend: str, timeout
         )
     try:
         yield
-    finally:
-        dist.destroy_process_group()
+    except TorchtrainError:
+        raise  # Whoever started the run says it.
+    except Exception:
+        logger.exception("this rank failed")
+        raise
+    dist.destroy_process_group()
 
 
 def sum_over(values: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
     """Sum host numbers elementwise over a group.
 
-    Numerics: fp64 on the CPU, so token counts stay exact up to 2**53.
+    Numerics: fp64 where the device has it, so token counts stay exact up to 2**53.
 
     Collective: every rank of ``group``.
     """
-    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    dtype = torch.float64 if has_float64(device) else torch.float32
     total = torch.tensor(values, dtype=dtype, device=device)
     dist.all_reduce(total, group=group)
     return total.tolist()

@@ -12,15 +12,15 @@ class StepReport:
     step: int
     """Counted from 1: the number of steps done."""
     loss: float
-    """Global token mean."""
+    """Global token mean; NaN for a step without a valid label, which changes nothing."""
     grad_norm: float
-    """Before clipping."""
+    """Before clipping; NaN where the loss is."""
     lr: float
     """Learning rate this step was taken with."""
     tokens_per_second: float
-    """Over all ranks."""
+    """Positions computed per second, over all ranks: what the hardware does, padding and masked labels included."""
     tokens_seen: int
-    """Over all ranks, since the first step of the run."""
+    """Valid labels learned from, over all ranks, since the first step of the run."""
     step_time_s: float
     """Wall time of the step, data wait included."""
     data_wait_s: float

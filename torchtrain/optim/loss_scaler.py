@@ -26,6 +26,11 @@ class LossScaler:
         self._growth_interval = growth_interval
         self._finite_steps = 0
 
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether an overflow would find no scale left to give up: the fault is not fp16's range then."""
+        return self.scale <= _MIN_SCALE
+
     def update(self, is_finite: bool) -> None:
         """Halve the scale after an overflow; double it after ``growth_interval`` finite steps in a row.
 
@@ -36,10 +41,8 @@ class LossScaler:
             NonFiniteError: The gradients overflow with no scale left to give up.
         """
         if not is_finite:
-            if self.scale <= _MIN_SCALE:
-                raise NonFiniteError(
-                    "gradients are not finite even with the loss unscaled: the fault is not fp16's range"
-                )
+            if self.is_exhausted:
+                raise NonFiniteError("gradients are not finite even with the loss unscaled")
             self.scale = max(self.scale * _BACKOFF_FACTOR, _MIN_SCALE)
             self._finite_steps = 0
             return

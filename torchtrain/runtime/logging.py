@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 from pathlib import Path
+
+from torchtrain.errors import ConfigError, Fault
 
 _FORMAT = "%(asctime)s %(levelname).1s %(message)s"
 _FILE_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
@@ -34,6 +37,9 @@ def setup_logging(rank: int, output_dir: Path | None) -> None:
     Args:
         rank: Global rank. Rank 0 prints everything from INFO on, others print errors only.
         output_dir: Each rank appends to ``logs/rank_<rank>.log`` in here; ``None`` keeps no files.
+
+    Raises:
+        ConfigError: ``output_dir`` cannot be written to.
     """
     root = logging.getLogger()
     for handler in [h for h in root.handlers if (h.name or "").startswith(_HANDLER_PREFIX)]:
@@ -55,8 +61,16 @@ def setup_logging(rank: int, output_dir: Path | None) -> None:
 
 
 def _file_handler(path: Path) -> logging.Handler:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, mode="a", encoding="utf-8")
+    output_dir = path.parent.parent
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # The log may be there from an earlier run; what else a run leaves may not.
+        with tempfile.TemporaryFile(dir=output_dir):
+            pass
+        handler = logging.FileHandler(path, mode="a", encoding="utf-8")
+    except OSError as error:
+        rule, fix = f"must be a folder that can be written to ({error})", "name another one, or make room for it"
+        raise ConfigError([Fault("training.output_dir", str(output_dir), rule, fix)]) from error
     handler.set_name(f"{_HANDLER_PREFIX}file")
     handler.setFormatter(logging.Formatter(_FILE_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S"))
     return handler

@@ -35,19 +35,19 @@ from torchtrain.runtime.env import LaunchEnv
 from torchtrain.runtime.garbage import GarbageSchedule
 from torchtrain.runtime.logging import get_logger, setup_logging
 from torchtrain.runtime.seed import seed_everything, set_deterministic
-from torchtrain.runtime.signals import StopSignal
+from torchtrain.runtime.signals import EXIT_STOPPED_BY_SIGNAL, StopSignal
 from torchtrain.tasks.pretrain import PretrainTask
+from torchtrain.trainer.data_order import describe_data_order
 from torchtrain.trainer.evaluation import evaluate
 from torchtrain.trainer.precision import ComputePrecision
 from torchtrain.trainer.run import Run, build_model
 from torchtrain.trainer.sampling import sample
 from torchtrain.trainer.step import TrainStep
-from torchtrain.trainer.trainer import Instruments, Trainer
+from torchtrain.trainer.trainer import Instruments, Progress, Trainer
 
 logger = get_logger(__name__)
 
 EXIT_FINISHED = 0
-EXIT_STOPPED_BY_SIGNAL = 143
 
 
 def train(job: Job, topology: Topology, spec: ModelSpec, architecture: Any, launch: LaunchEnv) -> int:
@@ -64,7 +64,8 @@ def train(job: Job, topology: Topology, spec: ModelSpec, architecture: Any, laun
     set_deterministic(job.training.deterministic)
     seed_everything(job.training.seed)
     backend = job.accelerator.backend or default_backend(device)
-    with StopSignal() as stop_signal, process_group(launch, device, backend, job.accelerator.dist_timeout_s):
+    speaker = f"[rank {launch.rank}] " if launch.world_size > 1 else ""
+    with StopSignal(speaker) as stop_signal, process_group(launch, device, backend, job.accelerator.dist_timeout_s):
         run = Run(job, spec, architecture, build_meshes(topology, device), is_main=launch.rank == 0)
         _announce(run)
         return _execute(run, stop_signal)
@@ -103,7 +104,8 @@ def _execute(run: Run, stop_signal: StopSignal) -> int:
         scaler=scaler,
         source_names=dataset.source_names,
     )
-    checkpointer = Checkpointer(job.checkpoint, run.output_dir / "checkpoints")
+    folder = run.output_dir / "checkpoints"
+    checkpointer = Checkpointer(job.checkpoint, folder, timeout_s=job.accelerator.dist_timeout_s)
     trainer = Trainer(
         job,
         model=model,
@@ -113,6 +115,7 @@ def _execute(run: Run, stop_signal: StopSignal) -> int:
         checkpointer=checkpointer,
         meshes=run.meshes,
         stop_signal=stop_signal,
+        data_order=describe_data_order(job, tokenizer),
     )
     is_resumed = trainer.resume()
     with _instruments(run, model, resume_step=trainer.progress.step if is_resumed else None) as instruments:
@@ -127,13 +130,14 @@ def _execute(run: Run, stop_signal: StopSignal) -> int:
     return EXIT_FINISHED if is_finished else EXIT_STOPPED_BY_SIGNAL
 
 
-def _open_train_loader(run: Run, dataset: SequenceDataset, start_step: int) -> Iterable[Batch]:
+def _open_train_loader(run: Run, dataset: SequenceDataset, progress: Progress) -> Iterable[Batch]:
     return build_train_loader(
         dataset,
         training=run.job.training,
         dp_rank=run.meshes.dp_rank,
         dp_size=run.meshes.topology.dp_size,
-        start_step=start_step,
+        start_step=progress.step,
+        start_sequence=progress.sequences_seen,
         num_workers=run.job.dataset.num_workers,
     )
 
@@ -203,6 +207,7 @@ def _show_sample(
         model,
         tokenizer,
         task.sample_prompt,
+        add_bos=run.job.tokenizer.add_bos,
         num_tokens=task.sample_tokens,
         temperature=task.sample_temperature,
         max_context=run.job.training.seq_len,

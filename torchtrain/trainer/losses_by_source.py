@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchtrain.data.batch import Batch
 from torchtrain.losses.cross_entropy import IGNORE_INDEX
+from torchtrain.runtime.device import has_float64
 
 
 class LossSums:
@@ -17,8 +18,8 @@ class LossSums:
 
     def __init__(self, source_names: Sequence[str], device: torch.device) -> None:
         self._names = tuple(source_names)
-        # fp64 keeps counts exact and the sum independent of the number of micro-batches; accelerators may lack it.
-        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        # fp64 keeps counts exact and the sum independent of the number of micro-batches.
+        dtype = torch.float64 if has_float64(device) else torch.float32
         self._sums = torch.zeros(1 + 2 * len(self._names), dtype=dtype, device=device)
 
     @torch.no_grad()

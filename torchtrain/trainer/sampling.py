@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from torchtrain.data.tokenizer import Tokenizer
 from torchtrain.trainer.precision import ComputePrecision
@@ -15,6 +16,7 @@ def sample(
     tokenizer: Tokenizer,
     prompt: str,
     *,
+    add_bos: bool,
     num_tokens: int,
     temperature: float,
     max_context: int,
@@ -24,25 +26,38 @@ def sample(
 ) -> str:
     """Continue ``prompt`` by ``num_tokens`` tokens, or until the end of a document.
 
-    Every rank draws the same tokens, because forward passes of a sharded model are collective.
+    Every rank computes, because forward passes of a sharded model are collective. Rank 0 draws for all: logits of
+    another rank may differ in their last bit, and its next window would be another one.
 
     Collective: the whole world, with equal arguments.
     """
     generator = torch.Generator().manual_seed(seed)
-    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    ids = bos + list(tokenizer.encode(prompt))
+    beginning = _begin_document(tokenizer, add_bos=add_bos)
+    ids = beginning + list(tokenizer.encode(prompt))
+    if not ids:
+        # Nothing to continue: after the end of one document begins another.
+        ids = beginning = [0 if tokenizer.eos_id is None else tokenizer.eos_id]
     model.eval()
     for _ in range(num_tokens):
         window = torch.tensor([ids[-max_context:]], device=device)
         with precision.forward_context():
-            logits_V = model(window)[0, -1].float().cpu()
-        logits_V = logits_V[: tokenizer.vocab_size]
-        if temperature == 0:
-            next_id = int(logits_V.argmax())
-        else:
-            next_id = int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator))
+            logits_V = model(window)[0, -1, : tokenizer.vocab_size]
+        drawn = _draw(logits_V.float().cpu(), temperature, generator).to(device)
+        dist.broadcast(drawn, src=0)
+        next_id = int(drawn)
         if next_id == tokenizer.eos_id:
             break
-        ids.append(next_id)
+        ids = [*ids, next_id]
     model.train()
-    return tokenizer.decode(ids[len(bos) :])
+    return tokenizer.decode(ids[len(beginning) :])
+
+
+def _begin_document(tokenizer: Tokenizer, *, add_bos: bool) -> list[int]:
+    """Begin as the documents that were trained on do."""
+    return [tokenizer.bos_id] if add_bos and tokenizer.bos_id is not None else []
+
+
+def _draw(logits_V: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    if temperature == 0:
+        return logits_V.argmax().reshape(1)
+    return torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)

@@ -92,7 +92,8 @@ class TrainStep:
         # The one host sync of a step: nothing may touch the weights before loss and norm are known to be finite.
         grad_norm, *totals = torch.cat([norm.to(reduced.dtype).reshape(1), reduced]).tolist()
         loss = totals[0] / num_valid_tokens
-        is_overflow = self._scaler is not None and not math.isfinite(grad_norm)
+        can_lower_scale = self._scaler is not None and not self._scaler.is_exhausted
+        is_overflow = can_lower_scale and not math.isfinite(grad_norm)
         if not math.isfinite(loss) or not (math.isfinite(grad_norm) or is_overflow):
             self._stop(step, loss, grad_norm, sums)
         if not is_overflow:
