@@ -43,7 +43,17 @@ class OddModel(nn.Module):
 class Run:
     """A model, its optimizer and its checkpointer."""
 
-    def __init__(self, topology: str, folder: Path, *, width: int = 5, seed: int = 0, target: str = "", **keys: object):
+    def __init__(
+        self,
+        topology: str,
+        folder: Path,
+        *,
+        width: int = 5,
+        seed: int = 0,
+        target: str = "",
+        fp32_main_params: bool = False,
+        **keys: object,
+    ):
         torch.manual_seed(seed)
         self.model = OddModel(width)
         shape = MESH_SHAPES[topology]
@@ -51,7 +61,9 @@ class Run:
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
             for module in (self.model.down, self.model.up, self.model):
                 fully_shard(module, mesh=mesh)
-        optimizer_config = OptimizerConfig(lr=1e-2, **({"target": target} if target else {}))
+        optimizer_config = OptimizerConfig(
+            lr=1e-2, fp32_main_params=fp32_main_params, **({"target": target} if target else {})
+        )
         self.optimizer = build_optimizer(
             self.model, optimizer_config, device=torch.device("cpu"), trusted_targets=("tests",)
         )

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.distributed.checkpoint_cases import Run, load_elsewhere, save_after_training
 from torchtrain.checkpoint import layout
-from torchtrain.errors import CheckpointError
+from torchtrain.errors import CheckpointError, SaveError
 from torchtrain.testing.ranks import run_ranks
 
 
@@ -53,6 +53,44 @@ def test_a_kill_before_the_rename_loses_nothing_older_and_the_next_save_cleans_u
     assert run_ranks(resume_auto, 1, "plain", tmp_path)[0][0]["step"] == 1
     run_ranks(save_steps, 1, "plain", tmp_path, 1, {})
     assert names(tmp_path) == ["step_00000001"]
+
+
+def replace_and_be_killed_between_the_renames(folder):
+    run = Run("plain", folder)
+    run.train(1)
+    run.save()
+    real_rename = os.rename
+
+    def rename(source, target):
+        real_rename(source, target)
+        if str(target).endswith(".replaced"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.rename = rename
+    again = Run("plain", folder)
+    again.train(1)
+    again.save()
+
+
+def test_a_kill_between_the_renames_hides_nothing(tmp_path):
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        run_ranks(replace_and_be_killed_between_the_renames, 1, tmp_path)
+    assert names(tmp_path) == ["step_00000001.partial", "step_00000001.replaced"]
+    assert run_ranks(resume_auto, 1, "plain", tmp_path)[0][0]["step"] == 1
+    assert "step_00000001" in names(tmp_path)
+
+
+def resume_and_save_at_once(folder):
+    run = Run("plain", folder, resume="auto")
+    run.step = run.checkpointer.resume(run.model, run.optimizer)["step"]
+    run.save()
+
+
+def test_what_was_just_resumed_is_not_saved_again(tmp_path):
+    run_ranks(save_steps, 1, "plain", tmp_path, 2, {})
+    before = (tmp_path / "step_00000002").stat().st_ino
+    run_ranks(resume_and_save_at_once, 1, tmp_path)
+    assert (tmp_path / "step_00000002").stat().st_ino == before
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -161,6 +199,17 @@ def test_without_a_checkpoint_a_run_starts_anew(tmp_path, resume):
     assert run_ranks(start_anew, 1, tmp_path / "none", resume) == [None]
 
 
+def test_a_run_that_starts_anew_is_told_of_an_earlier_one_and_kept_apart_from_it(tmp_path):
+    run_ranks(save_steps, 1, "plain", tmp_path, 2, {})
+    run_ranks(start_anew, 1, tmp_path, None)
+    state, messages = run_ranks(resume_auto, 1, "plain", tmp_path)[0]
+    assert state is None
+    assert "2 checkpoint(s) of an earlier run, the newest step_00000002" in messages[0]
+    run_ranks(save_steps, 1, "plain", tmp_path, 1, {})
+    assert run_ranks(resume_auto, 1, "plain", tmp_path)[0][0]["step"] == 1
+    assert "step_00000002" in names(tmp_path)
+
+
 def test_a_path_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(AssertionError, match="there is no such folder"):
         run_ranks(start_anew, 1, tmp_path, str(tmp_path / "step_00000009"))
@@ -185,7 +234,7 @@ def fail_second_save(folder, async_save):
     if dist.get_rank() == 1:
         os.fsync = full_disk
     run.train(1)
-    with pytest.raises(CheckpointError, match=r"rank 1: OSError: .*No space left"):
+    with pytest.raises(SaveError, match=r"rank 1: OSError: .*No space left"):
         save_and_wait(run)
     dist.barrier()
     os.fsync = real_fsync
@@ -205,11 +254,11 @@ def test_a_failed_save_is_heard_on_every_rank_and_replaces_nothing(tmp_path, asy
 
 def save_below_a_file(folder):
     run = Run("fsdp2", folder)
-    with pytest.raises(CheckpointError, match=r"NotADirectoryError|FileExistsError"):
+    with pytest.raises(SaveError, match=r"NotADirectoryError|FileExistsError"):
         run.save()
 
 
-def test_a_folder_that_cannot_be_made_is_a_checkpoint_error(tmp_path):
+def test_a_folder_that_cannot_be_made_is_a_save_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     run_ranks(save_below_a_file, 2, tmp_path / "file" / "checkpoints")
 
@@ -228,6 +277,7 @@ class KeepsObjects(torch.optim.Optimizer):
 
 def save_objects(folder):
     run = Run("plain", folder, target=f"{__name__}.KeepsObjects")
+    run.train(1)
     with pytest.raises(CheckpointError, match=r"optimizer state thing of embed\.weight is of type object"):
         run.save()
 

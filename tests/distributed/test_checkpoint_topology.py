@@ -82,6 +82,29 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path, topology, async_s
         assert torch.equal(tensor, through[1][name]), name
 
 
+def train_from_the_first_step(topology, folder, saves, resumes, keys):
+    run = Run(topology, folder, seed=1 if resumes else 0, resume="auto", **keys)
+    if resumes:
+        assert run.checkpointer.resume(run.model, run.optimizer)["step"] == 0
+    if saves:
+        run.save()
+    return run.train(3), run.whole_tensors()
+
+
+@pytest.mark.parametrize("topology", ["plain", "fsdp2"])
+@pytest.mark.parametrize("keys", [{}, {"fp32_main_params": True}])
+def test_saving_before_the_first_step_changes_nothing_then_or_later(tmp_path, topology, keys):
+    runs = [(False, False), (True, False), (False, True)]
+    untouched, saved, resumed = (
+        run_ranks(train_from_the_first_step, WORLD_SIZES[topology], topology, tmp_path, saves, resumes, keys)[0]
+        for saves, resumes in runs
+    )
+    for losses, tensors in (saved, resumed):
+        assert losses == untouched[0]
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, untouched[1][name]), name
+
+
 def resume_counting(folder, target):
     run = Run("plain", folder, seed=1, resume="auto", target=target)
     run.checkpointer.resume(run.model, run.optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launch import losses, metrics, start, train
+from torchtrain.checkpoint import layout
 
 REQUIRED_KEYS = {
     "step",
@@ -143,6 +145,134 @@ def test_killed_in_the_middle_of_a_run_the_next_one_resumes(tmp_path: Path) -> N
     assert codes == [0], said
     assert "resumed after step" in said
     assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 61))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_that_is_not_finite_leaves_the_background_save_before_it_whole(tmp_path: Path, world_size: int) -> None:
+    codes, said = train(
+        tmp_path,
+        "optimizer.lr=1e30",
+        "training.max_grad_norm=null",
+        "checkpoint.interval=1",
+        "checkpoint.async_save=true",
+        f"fsdp_config.dp_shard_size={world_size}",
+        world_size=world_size,
+    )
+    assert codes == [3] * world_size, said
+    folder = tmp_path / "run" / "checkpoints"
+    last = f"step_{len(metrics(tmp_path)):08d}"
+    assert sorted(path.name for path in folder.iterdir())[-1] == last
+    assert layout.find_damage(folder / last) is None
+
+
+@pytest.mark.parametrize("async_save", ["false", "true"])
+def test_a_save_that_fails_on_the_way_costs_that_checkpoint_only(tmp_path: Path, async_save: str) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    folder.parent.mkdir()
+    folder.write_text("in the way")
+    training = start(tmp_path, "training.steps=40", "checkpoint.interval=1", f"checkpoint.async_save={async_save}")
+    training.wait_until(lambda: len(metrics(tmp_path)) >= 3)
+    folder.unlink()
+    assert training.wait() == [0], training.said()
+    assert "CHECKPOINT NOT SAVED" in training.said()
+    assert layout.find_damage(folder / "step_00000040") is None
+
+
+def test_a_last_save_that_fails_fails_the_run_with_a_code_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    codes, said = train(tmp_path, "fsdp_config.dp_shard_size=2", world_size=2)
+    assert codes == [1, 1], said
+    assert "Traceback" not in said
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    codes, said = train(tmp_path, f"training.output_dir={tmp_path / 'file' / 'run'}", world_size=2)
+    assert codes == [2, 2], said
+    assert "training.output_dir" in said
+    assert "Traceback" not in said
+
+
+def test_a_fault_of_one_rank_is_said_by_that_rank(tmp_path: Path) -> None:
+    codes, said = train(tmp_path, "accelerator.device=npu", world_size=2)
+    assert codes == [2, 2], said
+    assert "[rank 1] error: the job is wrong" in said
+
+
+def test_a_resume_with_another_batch_size_reads_on_and_another_seed_is_told(tmp_path: Path) -> None:
+    train(tmp_path)
+    settings = ("checkpoint.resume=auto", "training.global_batch_size=4", "training.steps=6")
+    codes, said = train(tmp_path, *settings, "training.seed=1")
+    assert codes == [0], said
+    assert "another order than before the resume: training.seed: 0 in the checkpoint, 1 now" in said
+    record = json.loads((tmp_path / "run" / "checkpoints" / "step_00000006" / "state.json").read_text())
+    assert record["state"]["sequences_seen"] == 4 * 8 + 2 * 4
+
+
+def test_speed_counts_positions_and_progress_counts_labels(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("|".join(["several bytes"] * 100))
+    source = f"{{path: {tmp_path / 'corpus.txt'}, document_separator: '|'}}"
+    codes, said = train(tmp_path, f"dataset.sources=[{source}]", "dataset.packing=false", "training.steps=2")
+    assert codes == [0], said
+    last = metrics(tmp_path)[-1]
+    assert last["tokens_per_second"] * last["step_time_s"] == pytest.approx(8 * 32)
+    assert last["tokens_seen"] == 2 * 8 * len("several bytes+")
+
+
+@pytest.mark.parametrize("prompt", ["", "Line"])
+def test_a_sample_begins_as_the_documents_do(tmp_path: Path, prompt: str) -> None:
+    codes, said = train(
+        tmp_path,
+        "tokenizer.add_bos=false",
+        f"task.sample_prompt='{prompt}'",
+        "fsdp_config.dp_shard_size=2",
+        world_size=2,
+    )
+    assert codes == [0, 0], said
+    assert "sampled continuation" in said
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_whose_fp16_gradients_overflow_is_skipped_and_the_run_goes_on(tmp_path: Path, world_size: int) -> None:
+    settings = (
+        "fsdp_config.mix_precision.param_dtype=float16",
+        f"fsdp_config.dp_shard_size={world_size}",
+        "checkpoint.resume=auto",
+    )
+    assert train(tmp_path, *settings, world_size=world_size)[0] == [0] * world_size
+    checkpoints = tmp_path / "run" / "checkpoints"
+    raise_loss_scale(checkpoints / "step_00000004", 2.0**30)
+    codes, said = train(tmp_path, *settings, "training.steps=5", world_size=world_size)
+    assert codes == [0] * world_size, said
+    assert "step 5: fp16 gradients overflowed, update skipped" in said
+    line = metrics(tmp_path)[-1]
+    assert line["step"] == 5
+    assert line["grad_norm"] is None
+    assert line["loss"] > 0
+    record = json.loads((checkpoints / "step_00000005" / "state.json").read_text())
+    assert record["state"]["loss_scaler"] == {"scale": 2.0**29, "finite_steps": 0}
+
+
+def raise_loss_scale(checkpoint: Path, scale: float) -> None:
+    """Rewrite what a checkpoint says of the loss scale, and seal it again."""
+    state = checkpoint / layout.STATE_FILE
+    record = json.loads(state.read_text())
+    record["state"]["loss_scaler"]["scale"] = scale
+    state.write_text(json.dumps(record))
+    (checkpoint / layout.SEAL_FILE).unlink()
+    layout.seal(checkpoint)
+
+
+def test_compiled_blocks_under_fsdp_train_to_the_losses_of_eager_ones(tmp_path: Path) -> None:
+    eager, compiled = tmp_path / "eager", tmp_path / "compiled"
+    eager.mkdir()
+    compiled.mkdir()
+    settings = ("fsdp_config.dp_shard_size=2", "training.steps=3")
+    assert train(eager, *settings, world_size=2)[0] == [0, 0]
+    codes, said = train(compiled, *settings, "compile.enabled=true", "compile.backend=aot_eager", world_size=2)
+    assert codes == [0, 0], said
+    assert losses(compiled) == pytest.approx(losses(eager), rel=1e-6)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

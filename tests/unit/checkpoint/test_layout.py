@@ -79,3 +79,25 @@ def test_leftovers_go_and_an_interrupted_replacement_is_undone(tmp_path):
     layout.clear_leftovers(tmp_path)
     assert names(tmp_path) == ["notes", "step_00000005"]
     assert layout.find_damage(path) is None
+
+
+def test_a_run_that_starts_anew_neither_resumes_nor_prunes_what_an_earlier_one_left(tmp_path):
+    for step in (4, 8):
+        make_checkpoint(tmp_path, step)
+    assert [path.name for path in layout.begin_run(tmp_path)] == ["step_00000008", "step_00000004"]
+    assert layout.list_own_checkpoints(tmp_path) == []
+    for step in (2, 3, 4):
+        make_checkpoint(tmp_path, step)
+    layout.prune(tmp_path, 2)
+    assert [path.name for path in layout.list_own_checkpoints(tmp_path)] == ["step_00000004", "step_00000003"]
+    assert (tmp_path / "step_00000008").is_dir()
+
+
+def test_checkpoints_removed_by_hand_do_not_hide_what_is_saved_after_them(tmp_path):
+    for step in (4, 8):
+        make_checkpoint(tmp_path, step)
+    layout.begin_run(tmp_path)
+    for old in layout.list_checkpoints(tmp_path):
+        old.rename(tmp_path / f"moved_{old.name}")
+    path = make_checkpoint(tmp_path, 1)
+    assert layout.list_own_checkpoints(tmp_path) == [path]

@@ -59,10 +59,18 @@ def load(
     dp_size: int = 1,
     start_step: int = 0,
     num_workers: int = 0,
+    global_batch_size: int = GLOBAL_BATCH,
+    start_sequence: int | None = None,
 ) -> list[Batch]:
-    training = TrainingConfig(steps=STEPS, global_batch_size=GLOBAL_BATCH, micro_batch_size=micro_batch_size)
+    training = TrainingConfig(steps=STEPS, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size)
     loader = build_train_loader(
-        dataset, training=training, dp_rank=dp_rank, dp_size=dp_size, start_step=start_step, num_workers=num_workers
+        dataset,
+        training=training,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        start_step=start_step,
+        start_sequence=start_sequence,
+        num_workers=num_workers,
     )
     batches = list(loader)
     assert len(batches) == len(loader)
@@ -124,6 +132,12 @@ def test_workers_change_nothing(dataset: SequenceDataset) -> None:
 def test_restart_continues_where_the_step_says(dataset: SequenceDataset, num_workers: int) -> None:
     whole = rows(load(dataset, dp_rank=1, dp_size=2))
     assert rows(load(dataset, dp_rank=1, dp_size=2, start_step=3, num_workers=num_workers)) == whole[3 * 4 :]
+
+
+def test_another_batch_size_continues_at_the_sequence_after_the_last_one(dataset: SequenceDataset) -> None:
+    whole, halved = rows(load(dataset)), GLOBAL_BATCH // 2
+    batches = load(dataset, start_step=STEPS - 2, start_sequence=3 * GLOBAL_BATCH, global_batch_size=halved)
+    assert rows(batches) == whole[3 * GLOBAL_BATCH :][: 2 * halved]
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])

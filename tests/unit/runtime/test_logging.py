@@ -2,6 +2,7 @@ import logging
 
 import pytest
 
+from torchtrain.errors import ConfigError
 from torchtrain.runtime.logging import get_logger, setup_logging
 
 
@@ -54,3 +55,9 @@ def test_libraries_are_heard_from_warning_on(capsys):
     out = capsys.readouterr().out
     assert "chatter" not in out
     assert "trouble" in out
+
+
+def test_a_folder_that_cannot_be_written_is_a_fault_of_the_job(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"training\.output_dir = .*file/run.*: must be a folder"):
+        setup_logging(0, tmp_path / "file" / "run")

@@ -1,0 +1,114 @@
+"""Steps that a healthy run hardly ever takes, on one real rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models.registry import load_spec, resolve_architecture
+from tests.parity.harness import MODEL, make_global_batch, split_batch
+from torchtrain.checkpoint.checkpointer import Checkpointer
+from torchtrain.config.job import Job
+from torchtrain.config.load import load_job
+from torchtrain.data.batch import Batch
+from torchtrain.distributed.meshes import Meshes, build_meshes
+from torchtrain.distributed.topology import Topology
+from torchtrain.errors import NonFiniteError
+from torchtrain.losses.cross_entropy import IGNORE_INDEX
+from torchtrain.metrics.jsonl import read_jsonl
+from torchtrain.metrics.logger import MetricsLogger
+from torchtrain.optim.build import build_optimizer
+from torchtrain.optim.loss_scaler import LossScaler
+from torchtrain.profiling import Profiler
+from torchtrain.runtime.garbage import GarbageSchedule
+from torchtrain.runtime.signals import StopSignal
+from torchtrain.tasks.pretrain import PretrainTask
+from torchtrain.testing.ranks import run_ranks
+from torchtrain.trainer.precision import ComputePrecision
+from torchtrain.trainer.run import Run, build_model
+from torchtrain.trainer.step import TrainStep
+from torchtrain.trainer.trainer import Instruments, Trainer
+
+
+def build_step(job: Job, scaler: LossScaler | None) -> tuple[nn.Module, torch.optim.Optimizer, TrainStep, Meshes]:
+    """Build what one step needs, as the trainer does."""
+    architecture = resolve_architecture(job.model.name, job.model.preset, job.model.overrides)
+    meshes = build_meshes(Topology.resolve(job, 1), torch.device("cpu"))
+    model = build_model(Run(job, load_spec(job.model.name), architecture, meshes, is_main=False))
+    optimizer = build_optimizer(model, job.optimizer, device=meshes.device)
+    step = TrainStep(
+        job,
+        model=model,
+        optimizer=optimizer,
+        task=PretrainTask(),
+        meshes=meshes,
+        precision=ComputePrecision(job.fsdp_config.mix_precision, meshes.device, has_fsdp_domain=False),
+        scaler=scaler,
+        source_names=("made_up",),
+    )
+    return model, optimizer, step, meshes
+
+
+def make_micro_batches(job: Job, step: int) -> tuple[Batch, list[Batch]]:
+    whole = make_global_batch(step, job.training.global_batch_size, job.training.seq_len)
+    return whole, split_batch(whole, 0, 1, job.training.micro_batch_size)
+
+
+def overflow_at_scale_1() -> None:
+    job = load_job(None, [*MODEL, "fsdp_config.mix_precision.param_dtype=float16"])
+    model, _, step, _ = build_step(job, LossScaler(initial_scale=1.0))
+    next(model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    whole, micro_batches = make_micro_batches(job, 0)
+    with pytest.raises(NonFiniteError, match=r"step 7: .*not finite on ranks \[0\]"):
+        step.run(7, micro_batches, whole.num_valid_tokens())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_an_overflow_with_no_scale_left_names_the_step_and_the_ranks() -> None:
+    run_ranks(overflow_at_scale_1, 1)
+
+
+def train_without_labels_in_the_second_step(folder: Path) -> list[dict[str, Any]]:
+    job = load_job(None, list(MODEL))
+    model, optimizer, step, meshes = build_step(job, None)
+    batches = [batch for index in range(3) for batch in make_micro_batches(job, index)[1]]
+    per_step = len(batches) // 3
+    for batch in batches[per_step : 2 * per_step]:
+        batch.labels_BT.fill_(IGNORE_INDEX)
+    trainer = Trainer(
+        job,
+        model=model,
+        optimizer=optimizer,
+        train_step=step,
+        scaler=None,
+        checkpointer=Checkpointer(job.checkpoint, folder / "checkpoints"),
+        meshes=meshes,
+        stop_signal=StopSignal(),
+        data_order={},
+    )
+    metrics = MetricsLogger(job.metrics, folder, total_steps=3, resolved_job="", is_main=True)
+    instruments = Instruments(
+        metrics=metrics,
+        profiler=Profiler(job.profiling, folder, meshes.device, 0),
+        garbage=GarbageSchedule(0),
+        comm_trace=None,
+        flops_per_token=1.0,
+        peak_flops=None,
+        num_devices=1,
+    )
+    assert trainer.run(open_loader=lambda _: batches, evaluate=None, instruments=instruments)
+    metrics.close()
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+def test_a_step_without_a_label_leaves_its_line_too(tmp_path: Path) -> None:
+    lines = run_ranks(train_without_labels_in_the_second_step, 1, tmp_path)[0]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["loss"] is None for line in lines] == [False, True, False]
+    assert lines[1]["tokens_per_second"] == 0
+    assert lines[1]["tokens_seen"] == lines[0]["tokens_seen"]
