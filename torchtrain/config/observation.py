@@ -59,4 +59,4 @@ class DebugConfig(Section):
     """Instruments for looking inside."""
 
     comm_trace: bool = False
-    """Write every collective to ``comm_trace.jsonl``."""
+    """Write every collective of every step, with its axis, unit, phase and bytes, to ``comm_trace.jsonl``."""
