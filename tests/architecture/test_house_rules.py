@@ -26,6 +26,7 @@ PRIVATE_TORCH = {
     "torchtrain/distributed/fsdp2/shared_parameters.py": "parameters tied across units",
     "torchtrain/distributed/fsdp2/replicate.py": "parameters kept whole inside a sharded unit",
     "torchtrain/activation_checkpoint.py": "which attention ops selective checkpointing keeps",
+    "torchtrain/checkpoint/safe_reader.py": "the records of a checkpoint's metadata",
     "torchtrain/distributed/collective_ops.py": "the group that a functional collective names",
     "torchtrain/distributed/comm_trace.py": "the dispatch mode that sees every operator",
     "torchtrain/distributed/dtensor_internals.py": "which rows of a DTensor a rank owns",

@@ -4,35 +4,49 @@ DCP's ``.metadata`` is a pickle, which its own reader loads without limits, and 
 too. Here the metadata may name DCP's records only, non-tensor entries do not exist, and data files must lie beside the
 metadata; tensors themselves go through ``torch.load(weights_only=True)`` in DCP.
 
-The one file that knows DCP's private records; ``test_checkpoint_safety`` fails when they change.
+The one file that knows DCP's private records; ``test_safe_reader`` fails when they change.
 """
 
 from __future__ import annotations
 
 import math
 import pickle
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.serialization import _get_layout
 
 from torchtrain.checkpoint.layout import METADATA_FILE
 from torchtrain.errors import CheckpointError
 
-_ALLOWED = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("torch.distributed.checkpoint.metadata", "Metadata"),
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+_RECORDS = (
+    torch.Size,
+    _get_layout,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+    ChunkStorageMetadata,
+    TensorProperties,
+    _MEM_FORMAT_ENCODING,
+    _StorageInfo,
+)
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(record.__module__, record.__name__): record for record in _RECORDS},
+    # Python 3.13 calls the module otherwise than those before and after it.
+    **{(module, "PosixPath"): PosixPath for module in ("pathlib", "pathlib._local")},
 }
 
 
@@ -53,7 +67,7 @@ class SafeFileSystemReader(FileSystemReader):
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
         if (module_name, global_name) in _ALLOWED:
-            return super().find_class(module_name, global_name)
+            return _ALLOWED[module_name, global_name]
         if module_name == "torch" and isinstance(dtype := getattr(torch, global_name, None), torch.dtype):
             return dtype
         raise CheckpointError(f"refused to load {module_name}.{global_name}, which no metadata of ours names")

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
 from torchtrain.checkpoint.safe_reader import SafeFileSystemReader, read_metadata
 from torchtrain.errors import CheckpointError
@@ -42,6 +42,17 @@ def test_what_dcp_writes_is_read(folder):
     assert torch.equal(tensors["a"], torch.arange(6.0).reshape(2, 3))
     assert torch.equal(tensors["b"], torch.ones(4, dtype=torch.bfloat16))
     assert tensors["c"] == 3
+
+
+def test_a_path_that_another_python_pickled_is_read(folder):
+    metadata = read_metadata(folder)
+    metadata.storage_meta = StorageMeta(checkpoint_id=folder)
+    text = pickle.dumps(metadata, protocol=2)
+    own = type(folder).__module__.encode()
+    for module in (b"pathlib", b"pathlib._local"):
+        (folder / ".metadata").write_bytes(text.replace(b"c" + own + b"\nPosixPath", b"c" + module + b"\nPosixPath"))
+        assert module + b"\nPosixPath" in (folder / ".metadata").read_bytes()
+        assert read_metadata(folder).storage_meta.checkpoint_id == folder
 
 
 def test_a_malicious_metadata_pickle_is_refused_and_does_not_run(folder, tmp_path):
