@@ -8,11 +8,13 @@ trains from them.
 
 A cache appears whole or not at all: it is written to a temporary folder under a file lock, and renamed. Whoever
 waited for the lock finds it done. A lock dies with its process; what a killed writer left behind is removed by the
-next one.
+next one of its host. Nodes whose shared disk keeps no locks may all write: each in a folder of its own, and the first
+that is done wins.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -35,6 +37,7 @@ from torchtrain.config.data import SourceConfig, TokenizerConfig
 from torchtrain.data.sources import SourceFile, list_files, read_documents
 from torchtrain.data.tokenizer import Tokenizer
 from torchtrain.errors import DataError
+from torchtrain.runtime.host import host_name
 from torchtrain.runtime.logging import get_logger
 
 _LOG = get_logger(__name__)
@@ -183,11 +186,10 @@ def _hold_lock(path: Path, name: str) -> Generator[None]:
 
 def _build(recipe: CacheRecipe, folder: Path, *, show_progress: bool) -> None:
     """Write a cache beside its place, then move it there. The caller holds the lock."""
-    if folder.exists():
-        _LOG.warning("%s is damaged and will be written anew", folder)
-        shutil.rmtree(folder)
-    temporary = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a writer that was killed: it holds no lock any more
+    own_name = f"{folder.name}.partial-{host_name()}"
+    for leftover in folder.parent.glob(f"{glob.escape(own_name)}-*"):
+        shutil.rmtree(leftover, ignore_errors=True)  # of a writer that was killed: the lock of this host is ours
+    temporary = folder.with_name(f"{own_name}-{os.getpid()}")
     temporary.mkdir()
     _LOG.info("tokenising %s (%d files) with %s", recipe.source.path, len(recipe.files), recipe.tokenizer.name)
     try:
@@ -197,8 +199,23 @@ def _build(recipe: CacheRecipe, folder: Path, *, show_progress: bool) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    temporary.rename(folder)
+    _publish(temporary, folder)
     _LOG.info("tokenised %s: %d documents, %d tokens", recipe.source.path, header.num_documents, header.num_tokens)
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    """Move a finished cache to its place, unless another node was faster."""
+    if folder.exists() and not is_whole(folder):
+        _LOG.warning("%s is damaged and replaced", folder)
+        damaged = temporary.with_name(f"{temporary.name}-damaged")
+        folder.rename(damaged)
+        shutil.rmtree(damaged)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if not is_whole(folder):
+            raise
+        shutil.rmtree(temporary)
 
 
 def _write_tokens(recipe: CacheRecipe, folder: Path, *, show_progress: bool) -> CacheHeader:

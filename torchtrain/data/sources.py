@@ -5,6 +5,7 @@ Not for tokens: text is all this file knows. Every bad input is refused with the
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -153,7 +154,21 @@ def _text_of_json(line: str, text_field: str, path: Path, number: int) -> str:
             f"{path}, line {number}: field {text_field!r} holds {type(text).__name__}, not text; "
             "correct or remove the line"
         )
+    if not _is_unicode(text):
+        raise DataError(
+            f"{path}, line {number}: field {text_field!r} holds half of a surrogate pair, which is no text; "
+            "correct or remove the line"
+        )
     return text
+
+
+def _is_unicode(text: str) -> bool:
+    """Tell whether a text can be encoded; JSON may write half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_parquet(file: SourceFile, text_field: str) -> Iterator[Document]:
@@ -193,6 +208,10 @@ def _check_parquet_column(schema: pyarrow.Schema, text_field: str, path: Path) -
 
 
 def _decode(raw: bytes, path: Path, *, line: int, offset: int) -> str:
+    # Some editors begin a file with the byte order mark of UTF-16, which says nothing in UTF-8.
+    if offset == 0 and raw.startswith(codecs.BOM_UTF8):
+        offset = len(codecs.BOM_UTF8)
+        raw = raw[offset:]
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

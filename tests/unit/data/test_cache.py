@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from torchtrain.config.data import SourceConfig, TokenizerConfig
+from torchtrain.data import cache
 from torchtrain.data.cache import TokenCache, is_whole, load_or_build_cache
 from torchtrain.data.tokenizer import BytesTokenizer
 from torchtrain.errors import DataError
@@ -119,6 +121,22 @@ def test_two_processes_build_one_cache(tmp_path: Path, write_jsonl: Callable[...
     outputs = [process.communicate(timeout=60)[0].split() for process in processes]
     assert sorted(outputs) == [["4"], ["encoding"] * 4 + ["4"]]
     assert len(folders_in(tmp_path / "cache")) == 1
+
+
+def test_nodes_without_a_common_lock_build_one_cache(
+    tmp_path: Path, write_jsonl: Callable[..., SourceConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, cache_dir = write_jsonl("a", ["x"] * 4), tmp_path / "cache"
+    other = start_slow_build(source, cache_dir, seconds=0.3)
+    assert other.stdout is not None
+    other.stdout.readline()
+    # This process stands for another node: a host of another name, to which the lock means nothing.
+    monkeypatch.setattr(cache, "host_name", lambda: "elsewhere")
+    monkeypatch.setattr(cache, "_hold_lock", lambda *_: nullcontext())
+    built = build(source, cache_dir)
+    assert other.communicate(timeout=60)[0].split() == ["encoding"] * 3 + ["4"]
+    assert folders_in(cache_dir) == [built.folder]
+    assert is_whole(built.folder)
 
 
 def test_killed_writer_leaves_nothing_that_the_next_one_minds(

@@ -35,6 +35,18 @@ def test_jsonl_reads_the_named_field_and_skips_empty_lines(tmp_path: Path) -> No
     assert read_texts(SourceConfig(path=str(tmp_path / "a.jsonl"), text_field="body")) == ["one", "two\n"]
 
 
+def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one", encoding="utf-8-sig")
+    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n', encoding="utf-8-sig")
+    assert read_texts(SourceConfig(path=str(tmp_path))) == ["one", "two"]
+
+
+def test_half_a_surrogate_pair_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n{"text": "\\ud800"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: field 'text' holds half of a surrogate pair"):
+        read_texts(SourceConfig(path=str(tmp_path)))
+
+
 @pytest.mark.parametrize("string_type", [pyarrow.string(), pyarrow.large_string()])
 def test_parquet_reads_the_named_column(tmp_path: Path, string_type: pyarrow.DataType) -> None:
     texts = [f"text {i}" for i in range(2500)]
