@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Literal
 
 from torchtrain.config.section import Section
@@ -24,6 +25,11 @@ class SourceConfig(Section):
     """JSONL key or Parquet column that holds the text."""
     document_separator: str | None = None
     """Text files: split documents at this string; null makes one document per file."""
+
+    @property
+    def label(self) -> str:
+        """What the source is called."""
+        return self.name if self.name is not None else PurePath(self.path).stem
 
 
 @dataclass(frozen=True, kw_only=True)

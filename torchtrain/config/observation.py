@@ -29,9 +29,9 @@ class MetricsConfig(Section):
     """What is logged, where."""
 
     log_interval: int = 1
-    """Steps between console lines."""
+    """Steps between lines on the console and in the log."""
     console: Literal["auto", "plain", "rich"] = "auto"
-    """``auto``: a live bar on a terminal, plain lines elsewhere."""
+    """``plain``: lines; ``rich``: a live bar below them; ``auto``: the bar where there is a terminal."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     wandb: bool = False

@@ -39,7 +39,7 @@ class AcceleratorConfig(Section):
     pp_micro_batch_size: int | None = None
     """Sequences per pipeline micro-batch; null means ``training.micro_batch_size``."""
     backend: Literal["gloo", "nccl", "hccl"] | None = None
-    """Collective backend; null picks the device's own."""
+    """Collective backend of the device's tensors; null picks the device's own. Tensors on the CPU travel by gloo."""
     dist_timeout_s: float = 600.0
     """Seconds after which a collective that nobody answers fails."""
 

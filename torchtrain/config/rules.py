@@ -8,30 +8,34 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import PurePath
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torchtrain.config.job import Job
+from torchtrain.config.optimization import OptimizerConfig
 from torchtrain.config.schema import value_at
 from torchtrain.errors import Fault
 
 Rule = Callable[[Job], Iterator[Fault]]
 
-_AT_LEAST_ONE = (
-    "training.steps",
-    "training.seq_len",
+# What topology arithmetic divides by.
+_SIZES = (
     "training.global_batch_size",
     "training.micro_batch_size",
     "accelerator.tp_size",
     "accelerator.cp_size",
     "accelerator.ep_size",
     "accelerator.pp_size",
-    "accelerator.pp_micro_batch_size",
     "dist_config.ep_size",
     "fsdp_config.dp_shard_size",
     "fsdp_config.edp_shard_size",
+)
+_AT_LEAST_ONE = (
+    *_SIZES,
+    "training.steps",
+    "training.seq_len",
+    "accelerator.pp_micro_batch_size",
     "activation_checkpoint.every_n_blocks",
     "task.eval_sequences",
     "metrics.log_interval",
@@ -74,6 +78,7 @@ _NOT_EMPTY = (
 )
 _DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _OWN_PREFIXES = ("torchtrain", "torch.optim")
+_OPTIMIZER_KEYS = {field.name for field in fields(OptimizerConfig)}
 
 
 def find_job_faults(job: Job) -> list[Fault]:
@@ -88,10 +93,16 @@ def find_job_warnings(job: Job) -> list[str]:
         for row in _NEEDS
         if row.is_set(value := value_at(job, row.path)) and not row.has_effect(job)
     ]
-    if job.model.init_dtype != "float32":
+    if job.model.init_dtype != "float32" and not job.optimizer.fp32_main_params:
         warnings.append(
             f"model.init_dtype = {job.model.init_dtype} keeps the optimizer's state in that dtype too, so small "
-            "updates are lost: prefer float32 here and the low precision in fsdp_config.mix_precision.param_dtype"
+            "updates are lost: set optimizer.fp32_main_params and fsdp_config.mix_precision.fp32_main_grad, or prefer "
+            "float32 here and the low precision in fsdp_config.mix_precision.param_dtype"
+        )
+    if job.lr_scheduler.warmup_steps > job.training.steps:
+        warnings.append(
+            f"lr_scheduler.warmup_steps = {job.lr_scheduler.warmup_steps} outlasts training.steps = "
+            f"{job.training.steps}: the learning rate never reaches optimizer.lr"
         )
     if job.dataset.holdout_fraction > 0 and job.task.eval_interval == 0:
         warnings.append("dataset.holdout_fraction keeps data from training that nothing reads: task.eval_interval is 0")
@@ -100,14 +111,18 @@ def find_job_warnings(job: Job) -> list[str]:
 
 def find_size_faults(job: Job) -> list[Fault]:
     """The faults without which topology arithmetic makes sense: sizes below 1 and an expert size given twice."""
-    return [*_check_ranges(job), *_check_expert_size(job)]
+    return [*_check_at_least_one(job, _SIZES), *_check_expert_size(job)]
 
 
-def _check_ranges(job: Job) -> Iterator[Fault]:
-    for path in _AT_LEAST_ONE:
+def _check_at_least_one(job: Job, paths: Sequence[str]) -> Iterator[Fault]:
+    for path in paths:
         value = value_at(job, path)
         if value is not None and value < 1:
             yield Fault(path, value, "must be at least 1", "use 1 or more")
+
+
+def _check_ranges(job: Job) -> Iterator[Fault]:
+    yield from _check_at_least_one(job, _AT_LEAST_ONE)
     for path in _AT_LEAST_ZERO:
         value = value_at(job, path)
         if value is not None and value < 0:
@@ -194,10 +209,15 @@ def _check_optimizer(job: Job) -> Iterator[Fault]:
             yield Fault(
                 f"optimizer.betas.{index}", beta, "must be at least 0 and below 1", "use for example 0.9 and 0.95"
             )
-    for name in config.options:
-        if name in ("lr", "weight_decay", "betas", "eps", "fused", "params"):
+    yield from find_option_faults(config)
+
+
+def find_option_faults(config: OptimizerConfig) -> Iterator[Fault]:
+    """The options that are no extra ones: the section has a key for them, or they are not the user's to give."""
+    for name, value in config.options.items():
+        if name in _OPTIMIZER_KEYS or name == "params":
             fix = "remove it" if name == "params" else f"set optimizer.{name}"
-            yield Fault(f"optimizer.options.{name}", config.options[name], "is not an extra option", fix)
+            yield Fault(f"optimizer.options.{name}", value, "is not an extra option", fix)
 
 
 def _check_targets(job: Job) -> Iterator[Fault]:
@@ -206,12 +226,14 @@ def _check_targets(job: Job) -> Iterator[Fault]:
             yield Fault(
                 f"trusted_targets.{index}", prefix, "must be a dotted import prefix", "write for example my_optimizers"
             )
-    target = job.optimizer.target
+    yield from find_target_faults(job.optimizer.target, job.trusted_targets)
+
+
+def find_target_faults(target: str, trusted_targets: Sequence[str]) -> Iterator[Fault]:
+    """The fault of an ``optimizer._target_`` that may not be imported, if it has one."""
     if not _DOTTED_NAME.fullmatch(target) or "." not in target:
         yield Fault("optimizer._target_", target, "must be a dotted class name", "write for example torch.optim.AdamW")
-    elif not any(
-        target.startswith(f"{prefix.removesuffix('.')}.") for prefix in (*_OWN_PREFIXES, *job.trusted_targets)
-    ):
+    elif not any(target.startswith(f"{prefix.removesuffix('.')}.") for prefix in (*_OWN_PREFIXES, *trusted_targets)):
         package = target.rpartition(".")[0]
         yield Fault(
             "optimizer._target_",
@@ -225,14 +247,7 @@ def _check_schedule(job: Job) -> Iterator[Fault]:
     config, steps = job.lr_scheduler, job.training.steps
     if not 0 <= config.min_lr_ratio <= 1:
         yield Fault("lr_scheduler.min_lr_ratio", config.min_lr_ratio, "must be from 0 to 1", "use for example 0.1")
-    if config.warmup_steps > steps >= 1:
-        yield Fault(
-            "lr_scheduler.warmup_steps",
-            config.warmup_steps,
-            f"must not exceed training.steps = {steps}",
-            f"use {steps} or fewer",
-        )
-    elif config.name == "wsd" and config.warmup_steps + (config.decay_steps or 0) > steps >= 1:
+    if config.name == "wsd" and config.warmup_steps <= steps < config.warmup_steps + (config.decay_steps or 0):
         yield Fault(
             "lr_scheduler.decay_steps",
             config.decay_steps,
@@ -258,11 +273,10 @@ def _check_dataset(job: Job) -> Iterator[Fault]:
             yield Fault(f"{path}.path", source.path, "must not be empty", "name a file or a folder")
         if source.document_separator == "":
             yield Fault(f"{path}.document_separator", "", "must not be empty", "use null for one document per file")
-        name = source.name if source.name is not None else PurePath(source.path).stem
-        first = first_with_name.setdefault(name, index)
+        first = first_with_name.setdefault(source.label, index)
         if first != index:
             rule = f"must differ from the name of dataset.sources.{first}"
-            yield Fault(f"{path}.name", name, rule, "give each source a name of its own")
+            yield Fault(f"{path}.name", source.label, rule, "give each source a name of its own")
 
 
 def _check_evaluation(job: Job) -> Iterator[Fault]:

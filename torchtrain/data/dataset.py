@@ -7,7 +7,6 @@ epoch in a new order, on its own: sources of different sizes have epochs of diff
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +116,7 @@ def build_dataset(job: Job, tokenizer: Tokenizer, *, vocab_size: int, show_progr
     """
     config = job.dataset
     _check_vocabulary(tokenizer, tokenizer.vocab_size, vocab_size)
-    names = _name_sources(config.sources)
+    names = [source.label for source in config.sources]
     layouts = []
     for source_id, (name, source) in enumerate(zip(names, config.sources, strict=True)):
         cache = load_or_build_cache(
@@ -164,16 +163,6 @@ def _draw_permutation(seed: int, count: int) -> NDArray[np.unsignedinteger]:
 def _count_held_out(num_sequences: int, fraction: float) -> int:
     """At least one is held out where any should be, and at least one stays to train on."""
     return min(num_sequences - 1, max(1, round(num_sequences * fraction))) if fraction > 0 else 0
-
-
-def _name_sources(sources: Sequence[SourceConfig]) -> list[str]:
-    if not sources:
-        raise DataError("dataset.sources is empty: there is nothing to train on; add at least one entry with a path")
-    names = [source.name or Path(source.path).stem for source in sources]
-    repeated = [name for name, count in Counter(names).items() if count > 1]
-    if repeated:
-        raise DataError(f"dataset.sources: several are called {repeated[0]!r}; give each a name of its own")
-    return names
 
 
 def _check_vocabulary(tokenizer: Tokenizer, num_ids: int, vocab_size: int) -> None:

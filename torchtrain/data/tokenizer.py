@@ -141,11 +141,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """
     kind = _resolve_kind(config)
     if kind == "bytes":
-        if config.path is not None:
-            raise DataError(f"tokenizer.path = {config.path!r}: kind bytes reads no file; remove one of the two")
         return BytesTokenizer()
-    if config.path is None:
-        raise DataError(f"tokenizer.kind = {kind!r}: needs a file; set tokenizer.path")
+    assert config.path is not None, "the rules of the job ask for it"
     path = Path(config.path)
     return SentencePieceTokenizer(path) if kind == "sentencepiece" else JsonTokenizer(path)
 

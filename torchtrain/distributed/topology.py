@@ -2,7 +2,8 @@
 
 One pipeline stage is a contiguous block of ranks. Inside it the same ranks carry three grids: ``device_mesh`` (dp, cp,
 tp), ``fsdp_non_moe_mesh`` (fsdp_replicate, fsdp_shard, tp), which is dp x cp reshaped, and ``fsdp_moe_mesh``
-(edp_replicate, edp_shard, ep), which lays the whole stage out anew with the expert ranks innermost.
+(edp_replicate, edp_shard, ep), which lays the whole stage out anew with the expert ranks innermost. The live meshes of
+``meshes`` are tested against these grids.
 """
 
 from __future__ import annotations
@@ -233,16 +234,25 @@ def _find_domain_faults(job: Job, world_size: int) -> Iterator[Fault]:
             f"must be false with FSDP, whose hooks break the graph (FSDP domain {domain})",
             "set compile.fullgraph: false",
         )
-    yield from _find_batch_faults(job.training, dp_size=domain // accelerator.cp_size)
+    yield from _find_batch_faults(job, dp_size=domain // accelerator.cp_size)
 
 
-def _find_batch_faults(training: TrainingConfig, *, dp_size: int) -> Iterator[Fault]:
-    total, micro = training.global_batch_size, training.micro_batch_size
+def _find_batch_faults(job: Job, *, dp_size: int) -> Iterator[Fault]:
+    total, micro = job.training.global_batch_size, job.training.micro_batch_size
     if total % (micro * dp_size) == 0:
         return
     fix = f"use {nearest_multiples(total, of=micro * dp_size)}"
     if total % dp_size == 0:
         fix += f", or set training.micro_batch_size to {nearest_divisors(micro, of=total // dp_size)}"
+    ranks_per_replica = job.accelerator.tp_size * job.accelerator.cp_size * job.accelerator.pp_size
+    fitting = [size for size in range(1, dp_size) if total % (micro * size) == 0]
+    legal = [
+        size * ranks_per_replica
+        for size in fitting
+        if size * job.accelerator.cp_size % job.fsdp_config.dp_shard_size == 0
+    ]
+    if legal:
+        fix += f", or start {legal[-1]} ranks in all (on one machine: NGPU={legal[-1]} ./run_train.sh)"
     yield Fault(
         "training.global_batch_size",
         total,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from torchtrain.config.nearest import did_you_mean, nearest_name
 from torchtrain.config.optimization import OptimizerConfig
+from torchtrain.config.rules import find_option_faults, find_target_faults
 from torchtrain.errors import ConfigError, Fault
 from torchtrain.optim.main_params import MainParamOptimizer
 from torchtrain.optim.muon import Muon
@@ -30,7 +31,6 @@ from torchtrain.optim.parameter_groups import (
 )
 from torchtrain.runtime.device import has_fused_adamw
 
-_OWN_PREFIXES = ("torch.optim", "torchtrain")
 # Fields that are keyword arguments where the class has them. So is ``fused``, but its null is resolved first.
 _ARGUMENT_FIELDS = ("lr", "weight_decay", "betas", "eps")
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(OptimizerConfig)}
@@ -76,18 +76,29 @@ def build_optimizer(
         raise ConfigError([fault]) from error
 
 
+def check_optimizer(meta_model: nn.Module, config: OptimizerConfig, *, trusted_targets: Sequence[str] = ()) -> None:
+    """Refuse what ``build_optimizer`` would refuse, before anything expensive is done.
+
+    Args:
+        meta_model: The model on the meta device, sharded or not.
+        config: Section ``optimizer``.
+        trusted_targets: As for ``build_optimizer``.
+
+    Raises:
+        ConfigError: As ``build_optimizer``.
+    """
+    on_meta = replace(config, fp32_main_params=False)  # the copies need storage, and decide nothing here
+    build_optimizer(meta_model, on_meta, device=torch.device("meta"), trusted_targets=trusted_targets)
+
+
 def resolve_optimizer_class(target: str, trusted_targets: Sequence[str] = ()) -> type[torch.optim.Optimizer]:
     """Import the class that ``_target_`` names. Nothing is imported before its prefix is known to be trusted.
 
     Raises:
         ConfigError: The prefix is not trusted, there is no such name, or it is not an optimizer class.
     """
-    prefixes = (*_OWN_PREFIXES, *trusted_targets)
-    if not any(target.startswith(f"{prefix.rstrip('.')}.") for prefix in prefixes):
-        rule = "must be a class under torch.optim. or torchtrain."
-        raise ConfigError(
-            [Fault("optimizer._target_", target, rule, "name one, or list its import prefix in trusted_targets")]
-        )
+    if faults := list(find_target_faults(target, trusted_targets)):
+        raise ConfigError(faults)
     module_name, _, class_name = target.rpartition(".")
     try:
         module = importlib.import_module(module_name)
@@ -132,13 +143,12 @@ def _choose_arguments(
         elif value != _DEFAULTS[name]:
             fix = f"remove it; the class takes {', '.join(names)}"
             faults.append(Fault(f"optimizer.{name}", value, f"is not an argument of {config.target}", fix))
+    if device.type == "meta" and "fused" in arguments:
+        arguments["fused"] = False  # only an optimizer that will step needs the kernel
     for name, value in config.options.items():
-        if name in _DEFAULTS:
-            rule, fix = "has a key of its own", f"set optimizer.{name} instead"
-        elif names is not None and name not in names:
-            rule, fix = f"is not an argument of {config.target}", did_you_mean(name, names)
-        else:
+        if names is None or name in names:
             arguments[name] = value
-            continue
-        faults.append(Fault(f"optimizer.options.{name}", value, rule, fix))
-    return arguments, faults
+        elif name not in _DEFAULTS and name != "params":
+            rule, fix = f"is not an argument of {config.target}", did_you_mean(name, names)
+            faults.append(Fault(f"optimizer.options.{name}", value, rule, fix))
+    return arguments, [*faults, *find_option_faults(config)]

@@ -16,6 +16,7 @@ ASKS = [
     "dist_config.ep_dispatcher=fused",
     "kernel_config.name=auto, flash-linear-attention",
     "kernel_config.include_kernels=chunk_gated_delta_rule",
+    "kernel_config.chunk_size=32",
     "model.hf_path=weights",
 ]
 

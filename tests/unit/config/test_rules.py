@@ -111,11 +111,6 @@ def test_empty_text_is_refused(path):
         (["optimizer._target_=torch.optim."], "optimizer._target_", "must be a dotted class name"),
         (["trusted_targets=['']"], "trusted_targets.0", "must be a dotted import prefix"),
         (["lr_scheduler.min_lr_ratio=1.5"], "lr_scheduler.min_lr_ratio", "must be from 0 to 1"),
-        (
-            ["lr_scheduler.warmup_steps=101"],
-            "lr_scheduler.warmup_steps",
-            "must not exceed training.steps = 100; use 100 or fewer",
-        ),
         ([WSD], "lr_scheduler.decay_steps", "warmup_steps = 50 into training.steps = 100; use 50 or fewer"),
         (["dataset.sources=[]"], "dataset.sources", "must name at least one source of text"),
         (["dataset.sources.0.weight=0"], "dataset.sources.0.weight", "must be above 0"),
@@ -207,6 +202,15 @@ def test_met_precondition_silences_the_warning():
 def test_low_precision_storage_is_warned_about():
     (warning,) = find_job_warnings(read_job(None, ["model.init_dtype=bfloat16"]).job)
     assert "keeps the optimizer's state in that dtype too" in warning
+
+
+def test_a_warmup_longer_than_the_run_is_legal_and_warned_about():
+    words = [SOURCES, "training.steps=5", "lr_scheduler={name: wsd, warmup_steps: 15, decay_steps: 3}"]
+    assert faults_of(*words) == {}
+    (warning,) = find_job_warnings(read_job(None, words).job)
+    assert warning == (
+        "lr_scheduler.warmup_steps = 15 outlasts training.steps = 5: the learning rate never reaches optimizer.lr"
+    )
 
 
 def test_holdout_that_nothing_reads_is_warned_about():

@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from torchtrain.config.data import SourceConfig
-from torchtrain.config.job import Job
-from torchtrain.data.dataset import SequenceDataset, build_dataset
+from torchtrain.data.dataset import SequenceDataset
 from torchtrain.data.packing import TokenSequence
-from torchtrain.data.tokenizer import BytesTokenizer
 from torchtrain.errors import DataError
 
 MakeDataset = Callable[..., SequenceDataset]
@@ -132,11 +130,3 @@ def test_token_ids_beyond_the_model_are_refused_with_both_sizes(
     message = r"tokenizer bytes gives token ids up to 257 .* model's vocabulary is 257; set .* to at least 258"
     with pytest.raises(DataError, match=message):
         make_dataset(write_jsonl("a", number_words(9)), vocab_size=257)
-
-
-def test_missing_sources_and_equal_names_are_refused(make_dataset: MakeDataset, write_jsonl: WriteJsonl) -> None:
-    with pytest.raises(DataError, match=r"dataset\.sources is empty"):
-        build_dataset(Job(), BytesTokenizer(), vocab_size=258, show_progress=False)
-    source = write_jsonl("a", number_words(9))
-    with pytest.raises(DataError, match="several are called 'a'"):
-        make_dataset(source, source)

@@ -115,8 +115,6 @@ def test_vocab_size_covers_ids_with_holes(tmp_path: Path) -> None:
         (TokenizerConfig(path="x.model"), b"garbage", "x.model: not a sentencepiece model"),
         (TokenizerConfig(path="tokenizer.json"), b"{}", "tokenizer.json: not a tokenizer.json"),
         (TokenizerConfig(path="words.vocab"), b"", "set tokenizer.kind"),
-        (TokenizerConfig(kind="sentencepiece"), None, "set tokenizer.path"),
-        (TokenizerConfig(kind="bytes", path="x.model"), b"", "kind bytes reads no file"),
     ],
 )
 def test_bad_tokenizer_is_refused(

@@ -154,6 +154,23 @@ def test_independent_faults_are_listed_together():
     ]
 
 
+@pytest.mark.parametrize("word", ["optimizer.lr=0", "training.steps=0", "training.seq_len=0", "training.output_dir=''"])
+def test_a_range_that_is_no_size_does_not_hide_the_topology(word):
+    assert [fault.path for fault in find_topology_faults(job_of(shard=3, words=[word]), 8)] == [
+        "fsdp_config.dp_shard_size"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "ranks"),
+    [(3, {}, 2), (5, {}, 4), (6, {}, 4), (7, {}, 4), (12, {"tp": 2}, 8), (6, {"shard": 3}, 0)],
+)
+def test_a_batch_that_does_not_fit_the_ranks_names_the_ranks_that_it_fits(world, sizes, ranks):
+    (fault,) = find_topology_faults(job_of(batch=16, **sizes), world)
+    assert fault.path == "training.global_batch_size"
+    assert (f"or start {ranks} ranks in all (on one machine: NGPU={ranks} ./run_train.sh)" in fault.fix) == (ranks > 0)
+
+
 def test_sizes_below_one_say_nothing_about_the_world():
     assert find_topology_faults(job_of(tp=0), 8) == []
 

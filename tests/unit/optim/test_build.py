@@ -4,7 +4,7 @@ from torch import nn
 
 from torchtrain.config.optimization import OptimizerConfig
 from torchtrain.errors import ConfigError
-from torchtrain.optim.build import build_optimizer
+from torchtrain.optim.build import build_optimizer, check_optimizer
 
 CPU = torch.device("cpu")
 
@@ -88,6 +88,37 @@ def test_every_setting_that_the_class_cannot_take_is_an_error():
     assert 'did you mean "momentum"?' in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (OptimizerConfig(options={"momentum": 0.9}), "optimizer.options.momentum"),
+        (OptimizerConfig(options={"params": []}), "optimizer.options.params = []: is not an extra option; remove it"),
+        (OptimizerConfig(no_decay=("*nrm.weight",)), "optimizer.no_decay"),
+        (OptimizerConfig(target="torch.optim.AdmW"), "did you mean torch.optim.AdamW?"),
+        (OptimizerConfig(lr=-1.0), "Invalid learning rate"),
+        (OptimizerConfig(target="torch.optim.SGD", betas=(0.9, 0.99)), "optimizer.betas"),
+    ],
+)
+def test_the_meta_model_is_enough_to_refuse_a_wrong_optimizer(config, said):
+    with pytest.raises(ConfigError) as caught:
+        check_optimizer(TinyModel().to("meta"), config)
+    assert said in str(caught.value)
+    assert len(caught.value.faults) == 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OptimizerConfig(),
+        OptimizerConfig(fused=True),
+        OptimizerConfig(fp32_main_params=True),
+        OptimizerConfig(target="torch.optim.SGD", options={"momentum": 0.9}),
+    ],
+)
+def test_the_meta_model_passes_a_right_optimizer(config):
+    check_optimizer(TinyModel().to("meta"), config)
+
+
 def test_a_value_that_the_class_refuses_is_a_config_error():
     with pytest.raises(ConfigError, match="Invalid learning rate"):
         build_optimizer(TinyModel(), OptimizerConfig(lr=-1.0), device=CPU)
@@ -96,9 +127,9 @@ def test_a_value_that_the_class_refuses_is_a_config_error():
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("os.system", "must be a class under torch.optim. or torchtrain."),
+        ("os.system", "must be a class under torchtrain., torch.optim. or one of trusted_targets"),
         ("torch.optimum.AdamW", "must be a class under"),
-        ("AdamW", "must be a class under"),
+        ("AdamW", "must be a dotted class name"),
         ("torch.optim.AdmW", "did you mean torch.optim.AdamW?"),
         ("torch.optim.lr_scheduler.LambdaLR", "must name an optimizer class"),
         ("torch.optim.lr_scheduler", "must name an optimizer class"),
