@@ -1,4 +1,4 @@
-"""The benchmark's baseline: a job's model, batch and optimizer in a plain loop under bare ``fully_shard``."""
+"""The benchmark's baseline: a job's model, batch and AdamW in a plain loop under bare ``fully_shard``."""
 
 import json
 import sys
@@ -11,14 +11,22 @@ from torch.distributed.fsdp import fully_shard
 
 from models.registry import load_spec, resolve_architecture
 from torchtrain.config.load import load_job
+from torchtrain.config.schema import value_at
 from torchtrain.distributed.fsdp2.precision import build_mixed_precision
 from torchtrain.distributed.topology import Topology
-from torchtrain.runtime.device import default_backend, has_fused_adamw, peak_memory_bytes, resolve_device
+from torchtrain.runtime.device import collective_backend, has_fused_adamw, peak_memory_bytes, resolve_device
 from torchtrain.runtime.env import read_launch_env
 
+# What this loop does not do, and the value with which a job does not ask for it.
+PLAIN = {"compile.enabled": False, "activation_checkpoint.mode": "none", "optimizer._target_": "torch.optim.AdamW"}
+PLAIN |= {f"fsdp_config.{key}": False for key in ("enable_offload", "mix_precision.fp32_main_grad")}
+PLAIN |= {f"fsdp_config.{key}": True for key in ("reshard_after_backward", "requires_grad_sync")}
+PLAIN |= {f"fsdp_config.{way}_prefetch_depth": 1 for way in ("forward", "backward")}
 job, launch = load_job(sys.argv[1], sys.argv[2:]), read_launch_env()
+if refused := [f"{path}: {plain}" for path, plain in PLAIN.items() if value_at(job, path) != plain]:
+    sys.exit(f"error: a bare loop knows none of this; for a fair comparison set {', '.join(refused)}")
 device, topology = resolve_device(job.accelerator.device, launch.local_rank), Topology.resolve(job, launch.world_size)
-dist.init_process_group(job.accelerator.backend or default_backend(device))
+dist.init_process_group(collective_backend(device, job.accelerator.backend))
 shape = (topology.dp_replicate_size, topology.dp_shard_size)
 mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 torch.manual_seed(job.training.seed)

@@ -308,6 +308,25 @@ def test_evaluation_has_the_same_loss_on_any_number_of_ranks(tmp_path: Path) -> 
     assert shown[0] == shown[1]
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.options={momentun: 0.9}", "optimizer.options.momentun = 0.9: is not an argument"),
+        ("optimizer.no_decay=['*.nrm']", "optimizer.no_decay = '*.nrm': must match a trainable parameter"),
+        ("checkpoint.resume=lost/step_00000001", "lost/step_00000001"),
+        ("accelerator.backend=nccl", "accelerator.backend = 'nccl': does not serve the device, cpu; use gloo, or null"),
+    ],
+)
+def test_what_the_model_and_the_disk_refuse_is_refused_before_the_data_is_read(
+    tmp_path: Path, override: str, said: str
+) -> None:
+    codes, printed = train(tmp_path, override)
+    assert codes == [2]
+    assert said in printed
+    assert "Traceback" not in printed
+    assert not (tmp_path / "cache").exists()
+
+
 def test_a_wrong_job_answers_in_a_second() -> None:
     started = time.monotonic()
     result = subprocess.run(

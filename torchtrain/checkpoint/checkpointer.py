@@ -123,6 +123,16 @@ class Checkpointer:
                 self._last_step = None
                 raise
 
+    def check_resume(self) -> None:
+        """Refuse a checkpoint that ``checkpoint.resume`` names and that is not whole, before a run is built for it.
+
+        Raises:
+            CheckpointError: It is missing or damaged.
+
+        Collective: the whole world.
+        """
+        self._on_rank_0(self._refuse_named)
+
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Load the checkpoint that ``checkpoint.resume`` names; ``auto`` is the newest that is usable, if any.
 
@@ -244,9 +254,7 @@ class Checkpointer:
         if resume is None:
             return
         if resume != _AUTO:
-            damage = _find_damage(Path(resume))
-            if damage is not None:
-                raise CheckpointError(f"{damage}; {_suggest_another(Path(resume))}")
+            self._refuse_named()
             yield Path(resume)
             return
         for path in layout.list_own_checkpoints(self._folder):
@@ -255,6 +263,15 @@ class Checkpointer:
                 yield path
             else:
                 logger.warning(f"checkpoint skipped: {damage}")
+
+    def _refuse_named(self) -> None:
+        layout.give_back_replaced(self._folder)
+        if self._config.resume in (None, _AUTO):
+            return
+        path = Path(self._config.resume)
+        damage = _find_damage(path)
+        if damage is not None:
+            raise CheckpointError(f"{damage}; {_suggest_another(path)}")
 
     def _inspect(self, path: Path, tensors: dict[str, Tensor]) -> tuple[Metadata, dict[str, Any]]:
         """Read the small files of a checkpoint and compare it with the live tensors, on every rank with one outcome."""

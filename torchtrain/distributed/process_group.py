@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torchtrain.runtime.env import LaunchEnv
 from torchtrain.runtime.logging import get_logger
 
 logger = get_logger(__name__)
+
+_TURN_TIMEOUT = timedelta(days=1)
 
 
 @contextmanager
@@ -47,6 +50,29 @@ def process_group(launch: LaunchEnv, device: torch.device, backend: str, timeout
         logger.exception("this rank failed")
         raise
     dist.destroy_process_group()
+
+
+@contextmanager
+def in_turns(turn: int, *, num_turns: int) -> Generator[None]:
+    """Run a ``with`` block on the ranks of turn 0 first, then on those of turn 1, and so on.
+
+    A rank whose block raises still lets the next ones begin, so that all of them meet the same error by themselves.
+
+    Args:
+        turn: This rank's turn, from 0.
+        num_turns: How many there are.
+
+    Collective: the whole world.
+    """
+    # A group of its own: what is worth taking turns for may take longer than any collective of training.
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=_TURN_TIMEOUT))
+    try:
+        for _ in range(turn):
+            dist.barrier(group)
+        yield
+    finally:
+        for _ in range(turn, num_turns - 1):
+            dist.barrier(group)
 
 
 def sum_over(values: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:

@@ -31,7 +31,8 @@ _PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     ("L40S", 362e12),
 )
 
-_COLLECTIVE_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+# Collective backends that serve each device type, its own first.
+_BACKENDS_OF_DEVICE = {"cpu": ("gloo",), "cuda": ("nccl", "gloo"), "npu": ("hccl", "gloo")}
 
 
 def resolve_device(name: str, local_rank: int) -> torch.device:
@@ -67,9 +68,21 @@ def count_accelerators() -> int:
     return 0 if kind is None else torch.get_device_module(kind).device_count()
 
 
-def default_backend(device: torch.device) -> str:
-    """Name the collective backend; CPU tensors always travel by gloo."""
-    return _COLLECTIVE_BACKENDS[device.type]
+def collective_backend(device: torch.device, name: str | None = None) -> str:
+    """Name the collective backends as torch takes them; CPU tensors always travel by gloo.
+
+    Args:
+        device: This rank's device.
+        name: ``accelerator.backend``; ``None`` is the device's own.
+
+    Raises:
+        ConfigError: The backend does not serve the device.
+    """
+    fitting = _BACKENDS_OF_DEVICE[device.type]
+    if name is not None and name not in fitting:
+        rule, fix = f"does not serve the device, {device.type}", f"use {' or '.join(fitting)}, or null"
+        raise ConfigError([Fault("accelerator.backend", name, rule, fix)])
+    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{name or fitting[0]}"
 
 
 def synchronize(device: torch.device) -> None:
@@ -79,7 +92,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the high-water mark since the last reset.
+    """Return the high-water mark.
 
     Accelerators: bytes of live tensors. CPU: resident memory of the process since its start, Python included.
     """
@@ -87,12 +100,6 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.get_device_module(device).max_memory_allocated(device)
     bytes_per_unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Start a new high-water mark; the CPU's cannot be reset."""
-    if device.type != "cpu":
-        torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
 def device_rng_state(device: torch.device) -> torch.Tensor | None:

@@ -21,7 +21,6 @@ class LaunchEnv:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    local_world_size: int = 1
     is_launched: bool = False
     """A launcher set the variables, so a rendezvous is possible."""
 
@@ -53,7 +52,7 @@ def read_launch_env(environ: Mapping[str, str] | None = None) -> LaunchEnv:
     local_rank = _read_index(environ, "LOCAL_RANK", local_world_size, faults) if "LOCAL_RANK" in environ else 0
     if faults:
         raise ConfigError(faults)
-    return LaunchEnv(rank, local_rank, world_size, local_world_size, is_launched=True)
+    return LaunchEnv(rank, local_rank, world_size, is_launched=True)
 
 
 def set_launch_env(rank: int, world_size: int) -> None:

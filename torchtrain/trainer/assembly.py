@@ -21,16 +21,17 @@ from torchtrain.data.loader import build_eval_loader, build_train_loader
 from torchtrain.data.tokenizer import Tokenizer, build_tokenizer
 from torchtrain.distributed.comm_trace import CommTrace
 from torchtrain.distributed.meshes import build_meshes
-from torchtrain.distributed.process_group import process_group
+from torchtrain.distributed.process_group import in_turns, process_group
 from torchtrain.distributed.topology import Topology, find_topology_warnings
 from torchtrain.metrics.comm_log import CommLog
 from torchtrain.metrics.logger import MetricsLogger
 from torchtrain.metrics.report import EvalReport
+from torchtrain.metrics.wandb import require_wandb
 from torchtrain.model_spec import ModelSpec
-from torchtrain.optim.build import build_optimizer
+from torchtrain.optim.build import build_optimizer, check_optimizer
 from torchtrain.optim.loss_scaler import LossScaler
 from torchtrain.profiling import Profiler
-from torchtrain.runtime.device import default_backend, device_description, peak_flops, resolve_device
+from torchtrain.runtime.device import collective_backend, device_description, peak_flops, resolve_device
 from torchtrain.runtime.env import LaunchEnv
 from torchtrain.runtime.garbage import GarbageSchedule
 from torchtrain.runtime.logging import get_logger, setup_logging
@@ -63,12 +64,19 @@ def train(job: Job, topology: Topology, spec: ModelSpec, architecture: Any, laun
     device = resolve_device(job.accelerator.device, launch.local_rank)
     set_deterministic(job.training.deterministic)
     seed_everything(job.training.seed)
-    backend = job.accelerator.backend or default_backend(device)
+    backend = collective_backend(device, job.accelerator.backend)
     speaker = f"[rank {launch.rank}] " if launch.world_size > 1 else ""
     with StopSignal(speaker) as stop_signal, process_group(launch, device, backend, job.accelerator.dist_timeout_s):
         run = Run(job, spec, architecture, build_meshes(topology, device), is_main=launch.rank == 0)
         _announce(run)
-        return _execute(run, stop_signal)
+        folder = run.output_dir / "checkpoints"
+        checkpointer = Checkpointer(job.checkpoint, folder, timeout_s=job.accelerator.dist_timeout_s)
+        _refuse_early(run, checkpointer)
+        # One tokenises and shows its progress: of all where they share a disk, else of each node.
+        with in_turns(0 if run.is_main else 1 if launch.local_rank == 0 else 2, num_turns=3):
+            tokenizer = build_tokenizer(job.tokenizer)
+            dataset = build_dataset(job, tokenizer, vocab_size=architecture.vocab_size, show_progress=run.is_main)
+        return _execute(run, stop_signal, checkpointer=checkpointer, tokenizer=tokenizer, dataset=dataset)
 
 
 def _announce(run: Run) -> None:
@@ -83,10 +91,21 @@ def _announce(run: Run) -> None:
         (run.output_dir / "job.yaml").write_text(dump_job(run.job), encoding="utf-8")
 
 
-def _execute(run: Run, stop_signal: StopSignal) -> int:
+def _refuse_early(run: Run, checkpointer: Checkpointer) -> None:
+    """Refuse what can be known to be wrong before minutes go into the data and the weights."""
     job = run.job
-    tokenizer = build_tokenizer(job.tokenizer)
-    dataset = build_dataset(job, tokenizer, vocab_size=run.architecture.vocab_size, show_progress=run.is_main)
+    with torch.device("meta"):
+        meta_model = run.spec.build(run.architecture)
+    check_optimizer(meta_model, job.optimizer, trusted_targets=job.trusted_targets)
+    if job.metrics.wandb:
+        require_wandb()
+    checkpointer.check_resume()
+
+
+def _execute(
+    run: Run, stop_signal: StopSignal, *, checkpointer: Checkpointer, tokenizer: Tokenizer, dataset: SequenceDataset
+) -> int:
+    job = run.job
     model = build_model(run)
     optimizer = build_optimizer(model, job.optimizer, device=run.device, trusted_targets=job.trusted_targets)
     precision = ComputePrecision(
@@ -104,8 +123,6 @@ def _execute(run: Run, stop_signal: StopSignal) -> int:
         scaler=scaler,
         source_names=dataset.source_names,
     )
-    folder = run.output_dir / "checkpoints"
-    checkpointer = Checkpointer(job.checkpoint, folder, timeout_s=job.accelerator.dist_timeout_s)
     trainer = Trainer(
         job,
         model=model,

@@ -3,8 +3,8 @@ import torch
 
 from torchtrain.errors import ConfigError
 from torchtrain.runtime.device import (
+    collective_backend,
     count_accelerators,
-    default_backend,
     device_description,
     device_rng_state,
     find_peak_flops,
@@ -12,7 +12,6 @@ from torchtrain.runtime.device import (
     has_memory_snapshot,
     peak_flops,
     peak_memory_bytes,
-    reset_peak_memory,
     resolve_device,
     set_device_rng_state,
     synchronize,
@@ -24,14 +23,35 @@ without_accelerator = pytest.mark.skipif(count_accelerators() > 0, reason="this 
 
 def test_the_cpu_answers_every_question():
     assert resolve_device("cpu", 3) == CPU
-    assert default_backend(CPU) == "gloo"
+    assert collective_backend(CPU) == "gloo"
     assert has_fused_adamw(CPU)
     assert peak_flops(CPU) is None
     assert not has_memory_snapshot(CPU)
     assert device_rng_state(CPU) is None
     assert "CPU" in device_description(CPU)
     synchronize(CPU)
-    reset_peak_memory(CPU)
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "backend"),
+    [
+        ("cpu", None, "gloo"),
+        ("cpu", "gloo", "gloo"),
+        ("cuda", None, "cpu:gloo,cuda:nccl"),
+        ("cuda", "nccl", "cpu:gloo,cuda:nccl"),
+        ("cuda", "gloo", "cpu:gloo,cuda:gloo"),
+    ],
+)
+def test_a_backend_serves_the_device_and_gloo_the_cpu(device, name, backend):
+    assert collective_backend(torch.device(device), name) == backend
+
+
+@pytest.mark.parametrize(("device", "name"), [("cpu", "nccl"), ("cpu", "hccl"), ("cuda", "hccl")])
+def test_a_backend_that_does_not_serve_the_device_is_refused(device, name):
+    with pytest.raises(
+        ConfigError, match=rf"accelerator\.backend = '{name}': does not serve the device, {device}; use"
+    ):
+        collective_backend(torch.device(device), name)
 
 
 def test_cpu_memory_mark_grows_with_use():
@@ -83,9 +103,8 @@ def test_accelerator_memory_mark_can_be_reset():
     synchronize(device)
     assert peak_memory_bytes(device) >= 2**28
     del ballast
-    reset_peak_memory(device)
     assert peak_memory_bytes(device) < 2**28
-    assert default_backend(device).startswith("cpu:gloo")
+    assert collective_backend(device).startswith("cpu:gloo")
 
 
 @pytest.mark.gpu

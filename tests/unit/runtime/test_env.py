@@ -14,11 +14,11 @@ TORCHRUN = {
 
 
 def test_without_a_launcher_there_is_one_rank():
-    assert read_launch_env({}) == LaunchEnv(0, 0, 1, 1, is_launched=False)
+    assert read_launch_env({}) == LaunchEnv(0, 0, 1, is_launched=False)
 
 
 def test_torchrun_variables_are_read():
-    assert read_launch_env(TORCHRUN) == LaunchEnv(5, 1, 8, 4, is_launched=True)
+    assert read_launch_env(TORCHRUN) == LaunchEnv(5, 1, 8, is_launched=True)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "benchmark.py"
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "scripts" / "benchmark.py"
 STUB = """
 import json, pathlib, sys, time
 seconds, steps, code = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -93,6 +95,14 @@ def test_a_case_is_the_job_without_saving_and_the_users_word_wins(benchmark, tmp
 def test_a_wrong_job_is_refused_before_anything_runs(benchmark, tmp_path, capsys):
     assert benchmark.main([write_job(tmp_path), "--set", "training.stepz=3"]) == 2
     assert "training.stepz" in capsys.readouterr().err
+
+
+def test_the_bare_baseline_refuses_a_job_whose_work_it_would_leave_out(tmp_path):
+    words = ["--compile.enabled=true", "--fsdp_config.forward_prefetch_depth=2"]
+    command = [sys.executable, ROOT / "scripts" / "bare_fully_shard.py", write_job(tmp_path), *words]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode != 0
+    assert "set compile.enabled: False, fsdp_config.forward_prefetch_depth: 1" in refused.stderr
 
 
 @pytest.mark.slow
