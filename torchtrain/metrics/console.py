@@ -1,6 +1,6 @@
-"""The console: plain log lines, or a live bar on a terminal.
+"""The console: plain log lines, and a live bar below them on a terminal.
 
-The plain lines are log records, so they stand in the rank's log file too. The bar is for eyes only and replaces them.
+The lines are log records, so they stand in the rank's log file too. The bar is for eyes only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def format_eval(report: EvalReport) -> str:
     return f"eval after step {report.step}  loss {report.loss:.4f}  {report.tokens:,} tokens  {report.time_s:.1f} s"
 
 
-class PlainConsole:
+class ConsoleLines:
     """Logs a line every ``log_interval`` steps, and for the first and the last."""
 
     def __init__(self, *, total_steps: int, log_interval: int) -> None:
@@ -62,7 +62,7 @@ class PlainConsole:
         """Do nothing."""
 
 
-class RichConsole:
+class LiveBar:
     """Keeps a progress bar with the latest numbers; log lines appear above it."""
 
     def __init__(self, *, total_steps: int, resume_step: int | None) -> None:
@@ -84,8 +84,7 @@ class RichConsole:
         self._progress.update(self._task, completed=report.step, numbers=numbers)
 
     def write_eval(self, report: EvalReport) -> None:
-        """Log the evaluation above the bar."""
-        _logger.info(format_eval(report))
+        """Leave it to the lines."""
 
     def write_text(self, tag: str, text: str) -> None:
         """Drop it: the caller prints what should be printed."""

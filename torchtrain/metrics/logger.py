@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from torchtrain.config.observation import MetricsConfig
-from torchtrain.metrics.console import PlainConsole, RichConsole
+from torchtrain.metrics.console import ConsoleLines, LiveBar
 from torchtrain.metrics.jsonl import JsonlSink
 from torchtrain.metrics.report import EvalReport, StepReport
 from torchtrain.metrics.sink import MetricsSink
@@ -79,8 +79,7 @@ def _open_sinks(
         sinks.append(TensorBoardSink(output_dir, resume_step=resume_step))
     if config.wandb:
         sinks.append(WandbSink(config, output_dir))
+    sinks.append(ConsoleLines(total_steps=total_steps, log_interval=config.log_interval))
     if config.console == "rich" or (config.console == "auto" and sys.stdout.isatty()):
-        sinks.append(RichConsole(total_steps=total_steps, resume_step=resume_step))
-    else:
-        sinks.append(PlainConsole(total_steps=total_steps, log_interval=config.log_interval))
+        sinks.append(LiveBar(total_steps=total_steps, resume_step=resume_step))
     return sinks

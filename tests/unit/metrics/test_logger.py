@@ -136,11 +136,13 @@ def test_without_a_terminal_auto_is_plain(tmp_path, caplog):
     assert "loss 4.9000" in caplog.text
 
 
-def test_the_live_bar_shows_the_latest_loss(tmp_path, capsys):
+def test_the_live_bar_shows_the_latest_loss_and_leaves_the_lines(tmp_path, capsys, caplog):
+    caplog.set_level(logging.INFO)
     run_steps(tmp_path, [1, 2], config=MetricsConfig(tensorboard=False, console="rich"), resume_step=0).close()
     out = capsys.readouterr().out
     assert "2/10" in out
     assert "loss 4.80" in out
+    assert [message.split("  loss")[0] for message in caplog.messages] == ["step  1/10", "step  2/10"]
 
 
 def test_tensorboard_holds_scalars_sources_and_the_job(tmp_path):
