@@ -39,8 +39,13 @@ def install(extras: str, lock_descriptor: int) -> None:
     target = f"{ROOT}[{extras}]" if extras else str(ROOT)
     print("installing torchtrain and what it needs (minutes, once)", flush=True)
     command = [PYTHON, "-m", "pip", "install", "--quiet", "--editable", target]
-    subprocess.run(command, check=True, pass_fds=(lock_descriptor,))
-    UNFINISHED.unlink()
+    code = subprocess.run(command, check=False, pass_fds=(lock_descriptor,)).returncode
+    # A pip that fails by itself, for want of a network for example, leaves an environment that the next start can use;
+    # one that was killed (a negative code) does not.
+    if code >= 0:
+        UNFINISHED.unlink()
+    if code != 0:
+        raise subprocess.CalledProcessError(code, command)
 
 
 def main() -> int:

@@ -22,10 +22,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="torchtrain",
         description="An LLM trainer that can prove its gradients.",
         usage="torchtrain {train,config} [--world-size N] JOB [--a.b=c ...]",
+        epilog="Every key of a job with its default: docs/config_reference.md.",
         allow_abbrev=False,
     )
     parser.add_argument("command", choices=("train", "config"), help="train a job, or print it checked and resolved")
-    parser.add_argument("--world-size", type=int, help="config: ranks to check the job for; default WORLD_SIZE, else 1")
+    parser.add_argument(
+        "--world-size", type=_positive, help="config: ranks to check the job for; default WORLD_SIZE, else 1"
+    )
     options, arguments = parser.parse_known_args(argv)
     if options.command == "train":
         return train.main(arguments)
@@ -36,6 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _positive(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of ranks, at least 1")
+    return int(text)
 
 
 if __name__ == "__main__":

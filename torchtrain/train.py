@@ -20,6 +20,16 @@ from torchtrain.distributed.topology import Topology, find_topology_faults
 from torchtrain.errors import ConfigError, Fault, TorchtrainError
 from torchtrain.runtime.env import LaunchEnv, read_launch_env
 
+_USAGE = """\
+usage: python -m torchtrain.train JOB.yaml [--section.key=value ...]
+       ./run_train.sh [JOB.yaml] [--section.key=value ...]
+
+Train a job, a YAML or TOML file. Any key of it can be changed on the command line, as in --training.steps=50.
+Several ranks: NGPU=4 ./run_train.sh, or torchrun.
+
+Every key with its default: docs/config_reference.md. First steps: docs/guides/quickstart.md.
+The job as it would run, checked: torchtrain config JOB.yaml [--section.key=value ...]"""
+
 
 @dataclass(frozen=True)
 class CheckedJob:
@@ -35,16 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Check the job, then train it.
 
     Args:
-        argv: Job file, then overrides; the process's own arguments by default.
+        argv: Job file, then overrides, or ``--help``; the process's own arguments by default.
 
     Returns:
         The process's exit code: 0 finished, 1 the last checkpoint could not be written, 2 the job is wrong, 3 training
         stopped itself, 143 stopped by a signal, its state saved if there was any yet.
     """
+    words = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(words):
+        print(_USAGE)
+        return 0
     launch = LaunchEnv()
     try:
         launch = read_launch_env()
-        checked = check_job(sys.argv[1:] if argv is None else argv, launch.world_size)
+        checked = check_job(words, launch.world_size)
     except TorchtrainError as error:
         # Every rank has read the same files: one of them says what is wrong.
         if launch.rank == 0:
