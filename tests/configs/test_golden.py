@@ -5,21 +5,31 @@ Regenerate with ``python tests/configs/test_golden.py``.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from models.registry import resolve_architecture
 from torchtrain.config.availability import find_unavailable
 from torchtrain.config.dump import dump_job
 from torchtrain.config.load import load_job
 from torchtrain.config.rules import find_job_warnings
-from torchtrain.distributed.topology import Topology
+from torchtrain.train import check_job
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted(path for path in (ROOT / "train_configs").rglob("*") if path.is_file())
 GOLDEN = Path(__file__).parent / "golden"
-WORLD_SIZES = {"debug_4ranks.yaml": 4, "1b_fsdp.yaml": 8, "8b_hsdp.yaml": 32, "70b_fsdp.yaml": 256}
+# The ranks that each file's comment names.
+WORLD_SIZES = {
+    "debug.yaml": (1, 2, 4, 8, 16),
+    "debug_bf16.yaml": (1, 2, 4, 8, 16),
+    "debug_bytes.toml": (1, 2, 4, 8),
+    "debug_4ranks.yaml": (4,),
+    "1b_fsdp.yaml": (8,),
+    "8b_hsdp.yaml": (32,),
+    "70b_fsdp.yaml": (256,),
+}
+LAUNCH_FILES = ("slurm.sbatch", "pytorchjob.yaml", "indexed_job.yaml")
 
 
 def golden_path(job_path: Path) -> Path:
@@ -36,9 +46,20 @@ def test_job_can_run_as_it_is(path):
     job = load_job(path)
     assert find_unavailable(job) == []
     assert find_job_warnings(job) == []
-    Topology.resolve(job, WORLD_SIZES.get(path.name, 1))
-    architecture = resolve_architecture(job.model.name, job.model.preset, job.model.overrides)
-    assert job.training.seq_len <= architecture.max_position_embeddings
+    for world_size in WORLD_SIZES[path.name]:
+        check_job([str(path)], world_size)
+
+
+@pytest.mark.parametrize("name", LAUNCH_FILES)
+def test_launch_file_starts_a_job_that_its_ranks_can_run(name):
+    text = (ROOT / "scripts" / "launch" / name).read_text()
+    (job_name,) = set(re.findall(r"train_configs/\S+\.yaml", text))
+    overrides = re.findall(r"^ +- (--\S+)$", text, flags=re.MULTILINE)
+    check_job([str(ROOT / job_name), *overrides], world_size=2 * 8)
+    ranks_of_a_node = r"gpus-per-node=8$|nvidia.com/gpu: 8"
+    nodes = r"--nodes=2$|completions: 2$|(?s:replicas: 1\n.*replicas: 1\n)"
+    assert re.search(ranks_of_a_node, text, flags=re.MULTILINE)
+    assert re.search(nodes, text, flags=re.MULTILINE)
 
 
 def test_no_golden_file_is_left_over():
