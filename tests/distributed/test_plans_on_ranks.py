@@ -90,7 +90,9 @@ def gradients_with_a_matrix_in_two_blocks(is_sharded: bool) -> tuple[dict[str, T
     if is_sharded:
         manager = FSDP2Manager(job.fsdp_config, meshes)
         manager.parallelize(model, manager.plan(model))
-    batches = split_batch(make_global_batch(0, 8, 16), meshes.dp_rank, meshes.topology.dp_size, 8 // meshes.topology.dp_size)
+    batches = split_batch(
+        make_global_batch(0, 8, 16), meshes.dp_rank, meshes.topology.dp_size, 8 // meshes.topology.dp_size
+    )
     for _ in range(2):
         model.zero_grad()
         PretrainTask().token_losses(model, batches[0]).sum().backward()

@@ -48,6 +48,6 @@ def lr_at(step: int, config: LRSchedulerConfig, *, peak_lr: float, total_steps: 
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every parameter group the learning rate of this step."""
+    """Give every parameter group the learning rate of this step, times its own ``lr_multiplier`` if it has one."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_multiplier", 1.0)
