@@ -141,16 +141,17 @@ def find_mismatch(metadata: Metadata, tensors: dict[str, Tensor], names_of_all_r
         tensors: This rank's live tensors.
         names_of_all_ranks: Names of all ranks' tensors: a pipeline stage has only its own.
     """
-    saved = {
-        name: _describe(entry.size, entry.properties.dtype)
+    entries = {
+        name: entry
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and not name.startswith(RNG_PREFIX)
     }
+    saved = {name: _describe(entry.size, entry.properties.dtype) for name, entry in entries.items()}
     live = {name: _describe(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     if lacks_main_params(metadata, tensors):
         live = {name: shown for name, shown in live.items() if not name.startswith(MAIN_PREFIX)}
         for name in [name for name in live if name.startswith(_OPTIMIZER_PREFIX) and name in saved]:
-            saved[name] = _describe(metadata.state_dict_metadata[name].size, tensors[name].dtype)
+            saved[name] = _describe(entries[name].size, tensors[name].dtype)
     missing = [name for name in live if name not in saved]
     unknown = sorted(saved.keys() - set(names_of_all_ranks))
     different = [

@@ -29,8 +29,8 @@ class OptimizerConfig(Section):
     fused: bool | None = None
     """One kernel for the whole step; null where the device has it."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the class. ``torchtrain.optim.muon.Muon`` takes ``adamw_params``, fqn patterns of what
-    AdamW steps (embeddings, heads, norms, biases unless told), ``adamw_lr`` (``lr`` unless told), ``momentum``,
+    """Further keyword arguments of the class. ``torchtrain.optim.muon.Muon`` takes ``adamw_params``, fqn patterns of
+    what AdamW steps (embeddings, heads, norms, biases unless told), ``adamw_lr`` (``lr`` unless told), ``momentum``,
     ``nesterov``, ``ns_steps`` and ``ns_dtype``."""
     fp32_main_params: bool = False
     """Step fp32 copies of low-precision parameters; goes with ``mix_precision.fp32_main_grad``."""

@@ -53,7 +53,7 @@ def _containers(membership: Path, cgroups: Path) -> Iterator[int]:
             if len(values) == 2 and values[0].isdigit():
                 # Files that were read lately count as used, but are dropped when memory is wanted.
                 reclaimable = sum(
-                    int(l.split()[1]) for l in _lines(folder / "memory.stat") if l.startswith(f"{cache} ")
+                    int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.startswith(f"{cache} ")
                 )
                 yield int(values[0]) - int(values[1]) + reclaimable
 
