@@ -57,7 +57,9 @@ def dtypes_of_one_step(*settings: str) -> dict[str, Any]:
     block.input_layernorm.register_forward_pre_hook(lambda _, args: seen.update(block_input=args[0].dtype))
     block.mlp.up_proj.register_forward_pre_hook(lambda module, args: seen.update(compute=module.weight.dtype))
     with ReductionDtypes() as reductions:
-        (batch, *_) = split_batch(make_global_batch(0, 8, 16), meshes.dp_rank, topology.dp_size, 4)
+        (batch, *_) = split_batch(
+            make_global_batch(0, 8, 16), meshes.dp_rank, topology.dp_size, job.training.micro_batch_size
+        )
         logits = model(batch.input_ids_BT, batch.positions_BT, batch.document_ids_BT)
         logits.float().square().mean().backward()
     seen["output"] = logits.dtype
@@ -146,7 +148,7 @@ def rope_dtype() -> set[torch.dtype]:
     model: nn.Module = build_model(Run(job, load_spec("llama"), architecture, meshes, is_main=False))
     seen: set[torch.dtype] = set()
     for block in (module for module in model.modules() if isinstance(module, DecoderBlock)):
-        block.self_attn.register_forward_pre_hook(lambda _, args: seen.add(args[1].cos_BT1H.dtype))
+        block.self_attn.register_forward_pre_hook(lambda _, args: seen.add(args[1].cos_BT1F.dtype))
     model(torch.zeros(1, 4, dtype=torch.long))
     return seen
 

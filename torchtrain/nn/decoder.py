@@ -66,7 +66,10 @@ class Decoder(nn.Module):
                 x_BTD = block(x_BTD, rope, mask)
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
-        return x_BTD if self.lm_head is None else self.lm_head(x_BTD)
+        if self.lm_head is None:
+            return x_BTD
+        # Blocks may return another dtype than they compute in (``mix_precision.output_dtype``).
+        return self.lm_head(x_BTD.to(self.lm_head.weight.dtype))
 
     def blocks(self) -> list[DecoderBlock]:
         """List this stage's blocks in execution order."""
