@@ -28,7 +28,7 @@ class ReductionDtypes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[str, set[torch.dtype]] = {"reduce_scatter": set(), "all_reduce": set()}
+        self.seen: dict[str, set[torch.dtype]] = {"reduce_scatter": set(), "allreduce": set()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         name = str(func)
@@ -98,7 +98,7 @@ def test_reduce_dtype_is_the_dtype_of_the_all_reduce_between_replicas() -> None:
     seen = run_ranks(
         dtypes_of_one_step, 4, "fsdp_config.dp_shard_size=2", "training.micro_batch_size=2", "reduce_dtype=bfloat16"
     )[0]
-    assert seen["all_reduce"] == {BF16}
+    assert seen["allreduce"] == {BF16}
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("float16", FP16), ("bfloat16", BF16), ("float32", FP32)])
