@@ -52,9 +52,8 @@ def _containers(membership: Path, cgroups: Path) -> Iterator[int]:
             values = [*_lines(folder / limit), *_lines(folder / usage)]
             if len(values) == 2 and values[0].isdigit():
                 # Files that were read lately count as used, but are dropped when memory is wanted.
-                reclaimable = sum(
-                    int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.startswith(f"{cache} ")
-                )
+                stat = dict(line.split() for line in _lines(folder / "memory.stat"))
+                reclaimable = int(stat.get(cache, 0))
                 yield int(values[0]) - int(values[1]) + reclaimable
 
 
