@@ -64,4 +64,5 @@ for step in range(1, job.training.steps + 1):
     numbers |= {"step_time_s": seconds, "tokens_per_second": rate, "peak_memory_bytes": peak_memory_bytes(device)}
     if launch.rank == 0:
         print(json.dumps(numbers), flush=True)
+dist.barrier()
 dist.destroy_process_group()

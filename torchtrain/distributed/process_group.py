@@ -49,6 +49,8 @@ def process_group(launch: LaunchEnv, device: torch.device, backend: str, timeout
     except Exception:
         logger.exception("this rank failed")
         raise
+    # A rank that leaves while another still reads from it looks to that one like a failed peer.
+    dist.barrier()
     dist.destroy_process_group()
 
 
