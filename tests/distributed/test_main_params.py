@@ -205,3 +205,24 @@ def reduce_a_bf16_unit() -> list[tuple[torch.dtype, torch.dtype]]:
 def test_torch_still_reduces_as_the_main_gradient_expects() -> None:
     """Fails when the private parts of torch that ``main_grad`` relies on change."""
     assert run_ranks(reduce_a_bf16_unit, 2)[0] == [(torch.float32, torch.float32)] * 2
+
+
+def train_muon(*overrides: str) -> dict[str, Tensor]:
+    run = StoredRun(*PAIR, "optimizer._target_=torchtrain.optim.muon.Muon", *overrides)
+    run.train(2)
+    return run.whole_tensors()
+
+
+def test_muon_steps_the_mains_too() -> None:
+    tensors = run_ranks(train_muon, 2, "fsdp_config.dp_shard_size=2")[0]
+    expected = run_ranks(train_muon, 4, "fsdp_config.dp_shard_size=2", "fsdp_config.enable_offload=true")[0]
+    assert any("momentum" in name for name in tensors)
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        if name.startswith("model."):
+            main = tensors[name.replace("model.", "main.")]
+            assert torch.equal(tensor, main.bfloat16()), name
+            assert not torch.equal(main, tensor.float()), name
+        else:
+            assert tensor.dtype == torch.float32, name
+            assert relative_error(expected[name], tensor) < FP32_TENSOR, name
