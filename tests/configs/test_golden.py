@@ -24,6 +24,7 @@ WORLD_SIZES = {
     "debug.yaml": (1, 2, 4, 8, 16),
     "debug_bf16.yaml": (1, 2, 4, 8, 16),
     "debug_bytes.toml": (1, 2, 4, 8),
+    "debug_muon.yaml": (1, 2, 4, 8, 16),
     "debug_4ranks.yaml": (4,),
     "1b_fsdp.yaml": (8,),
     "8b_hsdp.yaml": (32,),

@@ -59,8 +59,8 @@ def build_optimizer(
     # The defaults are for all families, and need not match in each.
     own_patterns = [pattern for pattern in config.no_decay if pattern not in _DEFAULTS["no_decay"]]
     faults += find_unmatched_patterns("optimizer.no_decay", own_patterns, [fqns[0] for fqns in trainable.values()])
-    grouping = {name: arguments.pop(name, None) for name in MUON_GROUPING_OPTIONS}
     is_muon = issubclass(optimizer_class, Muon)
+    grouping = {name: arguments.pop(name, None) for name in MUON_GROUPING_OPTIONS} if is_muon else {}
     if is_muon:
         faults += find_muon_faults(trainable, **grouping, lr=config.lr)
     if faults:
