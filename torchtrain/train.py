@@ -7,6 +7,7 @@ imported, so a wrong one is refused in a second.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ Several ranks: NGPU=4 ./run_train.sh, or torchrun.
 
 Every key with its default: docs/config_reference.md. First steps: docs/guides/quickstart.md.
 The job as it would run, checked: torchtrain config JOB.yaml [--section.key=value ...]"""
+
+_SECONDS_FOR_RANK_0_TO_SPEAK = 5.0
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Every rank has read the same files: one of them says what is wrong.
         if launch.rank == 0:
             _say(error, launch)
+        else:
+            # A launcher ends all ranks as soon as one has ended: let rank 0 speak first, however busy the machine.
+            time.sleep(_SECONDS_FOR_RANK_0_TO_SPEAK)
         return error.exit_code
     # Only now: importing torch takes seconds, and a wrong job has been refused already.
     from torchtrain.trainer.assembly import train

@@ -60,7 +60,7 @@ def describe_layout(tensor: Tensor, rank: int) -> Layout:
     boxes, replicas = {}, {}
     for (coordinate, box), member in zip(slices_by_coordinate(tensor).items(), ranks_of(mesh), strict=True):
         boxes[member] = box if len(box) == 3 else (slice(0, 1), *box)
-        replicas[member] = tuple(at for at, placed in zip(coordinate, placements, strict=True) if not placed.is_shard())
+        replicas[member] = tuple(at for at, placed in zip(coordinate, placements, strict=True) if placed.is_replicate())
     return Layout(shape, boxes, replicas)
 
 

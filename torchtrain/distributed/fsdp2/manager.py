@@ -21,7 +21,7 @@ from torchtrain.distributed.fsdp2.prefetch import apply_prefetch, fsdp_module
 from torchtrain.distributed.fsdp2.replicate import ShardPlacementResult, build_whole_placement
 from torchtrain.distributed.fsdp2.shard_plan import MeshName, ShardedParameter, ShardPlan, ShardUnit
 from torchtrain.distributed.fsdp2.shared_parameters import held_by_root
-from torchtrain.distributed.fsdp2.source_layout import SourceLayout, check_source_layouts
+from torchtrain.distributed.fsdp2.source_layout import SourceLayout, aliases_by_parameter, check_source_layouts
 from torchtrain.distributed.fsdp2.units import plan_shards
 from torchtrain.distributed.meshes import Meshes
 from torchtrain.runtime.logging import get_logger
@@ -64,7 +64,9 @@ class FSDP2Manager:
         check_source_layouts(model, {parameter.fqn: parameter.source for parameter in parameters})
         planned = {id(model.get_parameter(parameter.fqn)): parameter for parameter in parameters}
         root, *inner = plan.units
-        borrowed = [p.fqn for p in root.parameters if any(p.fqn.startswith(f"{unit.fqn}.") for unit in inner)]
+        aliases = {names[0]: names for names in aliases_by_parameter(model).values()}
+        inside = tuple(f"{unit.fqn}." for unit in inner)
+        borrowed = [p.fqn for p in root.parameters if any(name.startswith(inside) for name in aliases[p.fqn])]
         ignored = {model.get_parameter(fqn) for fqn in borrowed}
         # Module order lists a unit before those inside it; deepest first is that order backwards.
         for unit in reversed(inner):
