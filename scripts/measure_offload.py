@@ -5,8 +5,8 @@
 Anything else on the command line is an override of the job, as for ``torchtrain.train``. Peak memory is the largest
 ``peak_memory_bytes`` reported; copies between host and device are counted in rank 0's profiler trace of the last step.
 
-Exit codes: 0; 1 where a run failed, or offload on an accelerator did not lower the peak or copied nothing one way. A
-CPU has no device memory to save and nothing to copy: there both runs only have to finish.
+Exit codes: 0; 1 where a run failed, or offload did not lower the peak or copied nothing one way; 2 where there is no
+accelerator, as a CPU has no device memory to save and nothing to copy.
 """
 
 from __future__ import annotations
@@ -109,6 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="at least 2: offload is FSDP's doing")
     parser.add_argument("--steps", type=int, default=5, help="at least 2; the last one is traced")
     arguments, overrides = parser.parse_known_args(argv)
+    if count_accelerators() == 0:
+        print("error: torch sees no accelerator here, and offload saves and copies nothing on a CPU", file=sys.stderr)
+        return 2
     footprints = []
     try:
         for enable_offload in (False, True):
@@ -120,9 +123,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if count_accelerators() == 0:
-        print("on a CPU the peak is the process's resident memory, and there are no copies to count")
-        return 0
     disappointments = find_disappointments(*footprints)
     print("\n".join(disappointments) or "offload lowers the device peak and copies both ways")
     return 1 if disappointments else 0

@@ -33,6 +33,12 @@ def test_copies_are_counted_by_direction(script, tmp_path):
     assert script.count_copies(trace, "DtoH") == script.Copies(0, 0)
 
 
+def test_without_an_accelerator_it_says_so_and_starts_nothing(script, monkeypatch, capsys):
+    monkeypatch.setattr(script, "count_accelerators", lambda: 0)
+    assert script.main(["no_such_job.yaml"]) == 2
+    assert "no accelerator" in capsys.readouterr().err
+
+
 def test_offload_that_saves_or_copies_nothing_is_a_disappointment(script):
     none, some = script.Copies(0, 0), script.Copies(5, 50)
     without = script.Footprint(100, none, none, 1.0)

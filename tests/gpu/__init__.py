@@ -1,0 +1,1 @@
+"""What only a real device shows; skipped where there is none."""
