@@ -16,6 +16,7 @@ from models.registry import load_spec, resolve_architecture
 from tests.parity.harness import MODEL, make_global_batch, split_batch
 from torchtrain.config.load import load_job
 from torchtrain.distributed.fsdp2.accumulation import set_micro_batch_policy
+from torchtrain.distributed.fsdp2.manager import FSDP2Manager
 from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.topology import Topology
 from torchtrain.nn.decoder_block import DecoderBlock
@@ -32,6 +33,26 @@ def build(*overrides: str) -> tuple[Run, nn.Module]:
     return run, build_model(run)
 
 
+def groups_against_plan() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    run, model = build("fsdp_config.dp_shard_size=2")
+    with torch.device("meta"):
+        meta_model = run.spec.build(run.architecture)
+    plan = FSDP2Manager(run.job.fsdp_config, run.meshes).plan(meta_model)
+    owner_of = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
+    wrapped = {fqn: module for fqn, module in model.named_modules() if isinstance(module, FSDPModule)}
+    groups = {
+        fqn: {owner_of[id(p.sharded_param)] for g in module._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params}
+        for fqn, module in wrapped.items()
+    }
+    return groups, {unit.fqn: {parameter.fqn for parameter in unit.parameters} for unit in plan.units}
+
+
+def test_5_2_each_unit_holds_exactly_what_the_plan_says_so_the_root_came_last() -> None:
+    # Wrapped before its blocks, the root would hold everything.
+    groups, planned = run_ranks(groups_against_plan, 2)[0]
+    assert groups == planned
+
+
 def wrapped_modules() -> tuple[list[str], list[str], str]:
     records: list[str] = []
     handler = logging.Handler()
@@ -44,7 +65,7 @@ def wrapped_modules() -> tuple[list[str], list[str], str]:
     return blocks, wrapped, "\n".join(records)
 
 
-def test_5_2_every_block_is_wrapped_and_the_root_last() -> None:
+def test_5_2_every_block_is_wrapped() -> None:
     blocks, wrapped, said = run_ranks(wrapped_modules, 2)[0]
     assert wrapped == ["", *blocks]
     assert "FSDP wraps 2 transformer blocks and the root" in said

@@ -67,26 +67,28 @@ def test_replicas_are_bitwise_equal_after_an_update() -> None:
 
 
 class TwiceUsed(nn.Module):
-    """Two blocks of the zoo that share one matrix."""
+    """A model of the zoo in which two modules share one matrix."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, first: str, second: str) -> None:
         super().__init__()
         self.model = model
-        first, second = model.layers["0"].mlp, model.layers["1"].mlp
-        second.up_proj.weight = first.up_proj.weight
+        # Never called; what counts is that its weight has its first name in the root and another inside a block.
+        model.layers["1"].extra_head = nn.Linear(30, 101, bias=False)
+        model.get_submodule(second).weight = model.get_submodule(first).weight
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.model(*inputs)
 
 
-def gradients_with_a_matrix_in_two_blocks(is_sharded: bool) -> tuple[dict[str, Tensor], bool]:
+def gradients_with_a_matrix_used_twice(first: str, second: str, is_sharded: bool) -> tuple[dict[str, Tensor], bool]:
     job = load_job(None, [*MODEL, "training.micro_batch_size=1", f"fsdp_config.dp_shard_size={dist.get_world_size()}"])
     meshes = build_meshes(Topology.resolve(job, dist.get_world_size()), CPU)
     architecture = resolve_architecture("llama", "debug", job.model.overrides)
     torch.manual_seed(0)
-    model = TwiceUsed(load_spec("llama").build(architecture))
+    model = TwiceUsed(load_spec("llama").build(architecture), first, second)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
+    model.model.layers["1"].extra_head.requires_grad_(second == "layers.1.extra_head")
     if is_sharded:
         manager = FSDP2Manager(job.fsdp_config, meshes)
         manager.parallelize(model, manager.plan(model))
@@ -96,14 +98,22 @@ def gradients_with_a_matrix_in_two_blocks(is_sharded: bool) -> tuple[dict[str, T
     for _ in range(2):
         model.zero_grad()
         PretrainTask().token_losses(model, batches[0]).sum().backward()
-    layers = model.model.layers
-    is_tied = layers["0"].mlp.up_proj.weight is layers["1"].mlp.up_proj.weight
-    return {fqn: whole_tensor(p.grad) for fqn, p in model.named_parameters()}, is_tied
+    is_tied = model.model.get_submodule(first).weight is model.model.get_submodule(second).weight
+    return {fqn: whole_tensor(p.grad) for fqn, p in model.named_parameters() if p.requires_grad}, is_tied
 
 
-def test_a_matrix_shared_by_two_blocks_is_owned_by_the_root_and_gets_both_gradients() -> None:
-    ((expected, _),) = run_ranks(gradients_with_a_matrix_in_two_blocks, 1, False)
-    actual, is_tied = run_ranks(gradients_with_a_matrix_in_two_blocks, 2, True)[0]
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("layers.0.mlp.up_proj", "layers.1.mlp.up_proj"),
+        ("embed_tokens", "layers.1.extra_head"),
+        ("layers.1.input_layernorm", "norm"),
+    ],
+    ids=["two_blocks", "root_and_block", "block_and_root"],
+)
+def test_a_matrix_shared_across_units_is_owned_by_the_root_and_gets_both_gradients(first: str, second: str) -> None:
+    ((expected, _),) = run_ranks(gradients_with_a_matrix_used_twice, 1, first, second, False)
+    actual, is_tied = run_ranks(gradients_with_a_matrix_used_twice, 2, first, second, True)[0]
     assert is_tied
     assert actual.keys() == expected.keys()
     for fqn, gradient in expected.items():

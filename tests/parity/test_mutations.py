@@ -18,7 +18,7 @@ from torchtrain.trainer import step
 
 def average_over_ranks(overrides: tuple[str, ...]) -> Outcome:
     """Divisor: torch's default, the mean over ranks, instead of the sum."""
-    manager.set_sum_reduction = lambda module: None
+    manager.set_sum_reduction = lambda module, divisor: None
     return train_on_this_rank(overrides)
 
 

@@ -40,7 +40,8 @@ def global_gradient_norm(parameters: Iterable[nn.Parameter], device: torch.devic
     total = torch.zeros((), dtype=torch.float32, device=device)
     for groups, gradients in pieces.items():
         norms = torch._foreach_norm(gradients, p, dtype=torch.float32)
-        power = torch.stack([norm.to(device) for norm in norms]).pow(p).sum()
+        # Offloaded gradients are on the CPU: one number crosses to the device, not one per parameter.
+        power = torch.stack(norms).pow(p).sum().to(device)
         for group in groups:
             dist.all_reduce(power, group=group)
         total += power

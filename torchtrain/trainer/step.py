@@ -89,7 +89,7 @@ class TrainStep:
         scale = self._scaler.scale if self._scaler else 1.0
         norm = global_gradient_norm(parameters, self._meshes.device) / scale
         reduced = sums.reduced(self._meshes.token_group)
-        # The one host sync of a step: nothing may touch the weights before loss and norm are known to be finite.
+        # The one sync of host and device in a step: nothing may touch the weights before loss and norm are finite.
         grad_norm, *totals = torch.cat([norm.to(reduced.dtype).reshape(1), reduced]).tolist()
         loss = totals[0] / num_valid_tokens
         can_lower_scale = self._scaler is not None and not self._scaler.is_exhausted

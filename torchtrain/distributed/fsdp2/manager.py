@@ -96,7 +96,7 @@ class FSDP2Manager:
             offload_policy=build_offload_policy(self._config, self._meshes.device),
             ignored_params=ignored,
         )
-        set_sum_reduction(fsdp_module(model, unit.fqn))
+        set_sum_reduction(fsdp_module(model, unit.fqn), unit.gradient_divisor)
 
     def _whole_placement(self, mesh: MeshName) -> ShardPlacementResult:
         """Built once per mesh: torch compares these by identity."""
@@ -105,8 +105,8 @@ class FSDP2Manager:
         return self._whole_placements[mesh]
 
 
-def set_sum_reduction(module: FSDPModule) -> None:
-    """Make a unit's gradient reduction a plain sum."""
-    module.set_gradient_divide_factor(1.0)
+def set_sum_reduction(module: FSDPModule, divisor: float) -> None:
+    """Make a unit's gradient reduction a plain sum, divided by the plan's divisor."""
+    module.set_gradient_divide_factor(divisor)
     # Without this torch asks for PREMUL_SUM, which gloo refuses and which would multiply by 1 elsewhere.
     module.set_force_sum_reduction_for_comms(True)
