@@ -46,6 +46,14 @@ CASES = {
     "full_recompute": (2, [SHARD_2, "training.micro_batch_size=4", "activation_checkpoint.mode=full"]),
 }
 
+MUON = "optimizer._target_=torchtrain.optim.muon.Muon"
+MUON_CASES = {
+    "fsdp4_uneven": (4, [SHARD_4, "training.micro_batch_size=2"]),
+    "hsdp_2x2": (4, [SHARD_2, "training.micro_batch_size=2"]),
+    "whole_parameters_hsdp": (4, [SHARD_2, ACCUMULATE, WHOLE]),
+    "zero_copy": (2, [SHARD_2, "training.micro_batch_size=4", "fsdp_config.comm_fusion=true"]),
+}
+
 TIED = (
     "model.overrides={vocab_size: 101, hidden_size: 30, intermediate_size: 37, num_hidden_layers: 1, "
     "num_attention_heads: 3, num_key_value_heads: 1, head_dim: 10, tie_word_embeddings: true}"
@@ -71,6 +79,12 @@ def check(actual: Outcome, expected: Outcome) -> None:
 def test_topology_equals_one_rank(name: str) -> None:
     world_size, overrides = CASES[name]
     check(run_topology(world_size, *overrides), one_rank("training.micro_batch_size=8"))
+
+
+@pytest.mark.parametrize("name", MUON_CASES)
+def test_muon_on_a_topology_equals_muon_on_one_rank(name: str) -> None:
+    world_size, overrides = MUON_CASES[name]
+    check(run_topology(world_size, MUON, *overrides), one_rank(MUON, "training.micro_batch_size=8"))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
