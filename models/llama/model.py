@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from models.llama.architecture import LlamaArchitecture
+from torchtrain.losses.cross_entropy import LogitsLoss
 from torchtrain.nn.attention import Attention, AttentionConfig, SDPACore
 from torchtrain.nn.decoder import Decoder
 from torchtrain.nn.decoder_block import DecoderBlock
@@ -24,6 +25,7 @@ def build_llama(architecture: LlamaArchitecture) -> Decoder:
         lm_head=nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False),
         rope=_rope_config(architecture),
         tie_word_embeddings=architecture.tie_word_embeddings,
+        token_loss=LogitsLoss(),
     )
 
 

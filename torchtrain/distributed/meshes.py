@@ -1,5 +1,6 @@
-"""The device meshes of one pipeline stage, and the groups that reduce over them.
+"""The device meshes of this rank's pipeline stage, and the groups that reduce over them.
 
+Each is a slice of a mesh of the whole world whose first axis is pp: torch wants one root for all meshes of a DTensor.
 Rank layout is decided in ``topology``; this file only turns it into ``DeviceMesh`` objects. Whoever needs a mesh
 selects one here and never builds its own.
 """
@@ -7,9 +8,10 @@ selects one here and never builds its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -26,9 +28,12 @@ class Meshes:
     """Axes (dp, cp, tp): batches, loss, tensor and context parallel."""
     fsdp_non_moe_mesh: DeviceMesh
     """Axes (fsdp_replicate, fsdp_shard, tp): the same ranks, dp x cp reshaped for dense parameters."""
-
+    loss_group: ProcessGroup
+    """Ranks whose token losses differ, pp x dp x cp: losses are summed over it, a stage without a head adds 0."""
     fsdp_moe_mesh: DeviceMesh | None = None
     """Axes (edp_replicate, edp_shard, ep): all ranks of the stage again, for routed experts; None without ep."""
+    pp_mesh: DeviceMesh | None = None
+    """The ranks that stand at the same place of each stage, in the order of the stages; None without pp."""
 
     def of_units(self, name: Literal["dense", "expert"]) -> DeviceMesh:
         """The mesh that shards the units of a plan.
@@ -47,14 +52,24 @@ class Meshes:
         return root[axes] if num_replicas > 1 else root[axes[1]]
 
     @property
-    def token_group(self) -> ProcessGroup:
-        """Group of all ranks that see different tokens: losses and token counts are summed over it."""
-        return self.device_mesh["dp"].get_group()
-
-    @property
     def dp_rank(self) -> int:
         """Which slice of the global batch this rank reads."""
         return self.device_mesh["dp"].get_local_rank()
+
+    @property
+    def cp_rank(self) -> int:
+        """Which tokens of its sequences this rank computes."""
+        return self.device_mesh["cp"].get_local_rank()
+
+    @property
+    def pp_rank(self) -> int:
+        """Which stage of the pipeline this rank is in."""
+        return 0 if self.pp_mesh is None else self.pp_mesh.get_local_rank()
+
+    @property
+    def counts_its_batch(self) -> bool:
+        """Whether this rank speaks for the batch that it reads, among all that read the same one."""
+        return self.pp_rank == 0 and self.cp_rank == 0 and self.device_mesh["tp"].get_local_rank() == 0
 
 
 def build_meshes(topology: Topology, device: torch.device) -> Meshes:
@@ -63,19 +78,36 @@ def build_meshes(topology: Topology, device: torch.device) -> Meshes:
     Collective: the whole world, once, after the process group exists.
     """
     sizes = topology
-    device_mesh = init_device_mesh(
-        device.type, (sizes.dp_size, sizes.cp_size, sizes.tp_size), mesh_dim_names=("dp", "cp", "tp")
-    )
-    fsdp_non_moe_mesh = init_device_mesh(
+
+    def of_stage(**axes: int) -> DeviceMesh:
+        world = init_device_mesh(device.type, (sizes.pp_size, *axes.values()), mesh_dim_names=("pp", *axes))
+        return world[tuple(axes)]
+
+    world = init_device_mesh(
         device.type,
-        (sizes.dp_replicate_size, sizes.dp_shard_size, sizes.tp_size),
-        mesh_dim_names=("fsdp_replicate", "fsdp_shard", "tp"),
+        (sizes.pp_size, sizes.dp_size, sizes.cp_size, sizes.tp_size),
+        mesh_dim_names=("pp", "dp", "cp", "tp"),
     )
-    fsdp_moe_mesh = None
-    if sizes.ep_size > 1:
-        fsdp_moe_mesh = init_device_mesh(
-            device.type,
-            (sizes.edp_replicate_size, sizes.edp_shard_size, sizes.ep_size),
-            mesh_dim_names=("edp_replicate", "edp_shard", "ep"),
-        )
-    return Meshes(topology, device, device_mesh, fsdp_non_moe_mesh, fsdp_moe_mesh)
+    return Meshes(
+        topology,
+        device,
+        device_mesh=world["dp", "cp", "tp"],
+        fsdp_non_moe_mesh=of_stage(
+            fsdp_replicate=sizes.dp_replicate_size, fsdp_shard=sizes.dp_shard_size, tp=sizes.tp_size
+        ),
+        fsdp_moe_mesh=of_stage(edp_replicate=sizes.edp_replicate_size, edp_shard=sizes.edp_shard_size, ep=sizes.ep_size)
+        if sizes.ep_size > 1
+        else None,
+        pp_mesh=world["pp"] if sizes.pp_size > 1 else None,
+        loss_group=_group_without_tp(world),
+    )
+
+
+def _group_without_tp(world: DeviceMesh) -> ProcessGroup:
+    """The ranks at this rank's place on the tp axis.
+
+    Collective: the whole world.
+    """
+    columns = world.mesh.flatten(0, 2).T
+    groups = [dist.new_group(ranks.tolist()) for ranks in columns]
+    return cast(ProcessGroup, groups[world["tp"].get_local_rank()])

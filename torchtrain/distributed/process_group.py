@@ -77,8 +77,8 @@ def in_turns(turn: int, *, num_turns: int) -> Generator[None]:
             dist.barrier(group)
 
 
-def sum_over(values: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Sum host numbers elementwise over a group.
+def sum_over(values: list[float], group: dist.ProcessGroup | None, device: torch.device) -> list[float]:
+    """Sum host numbers elementwise over a group; ``None`` is the world.
 
     Numerics: fp64 where the device has it, so token counts stay exact up to 2**53.
 

@@ -1,12 +1,12 @@
 """Cross-entropy per token. Not for averaging: who divides by what is the gradient law's business, in the trainer.
 
-Shape legend: B = batch, T = tokens, V = vocabulary.
+Shape legend: B = batch, T = tokens, D = hidden size, V = vocabulary.
 """
 
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 IGNORE_INDEX = -100
 
@@ -25,3 +25,11 @@ def token_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )
     return flat_losses.view_as(labels_BT)
+
+
+class LogitsLoss:
+    """The plain token loss: all logits, then cross-entropy. A ``nn.decoder.TokenLoss``."""
+
+    def __call__(self, x_BTD: Tensor, lm_head: nn.Linear, labels_BT: Tensor) -> Tensor:
+        """Score every token; see ``TokenLoss``."""
+        return token_losses(lm_head(x_BTD), labels_BT)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from torchtrain.data.batch import Batch
-from torchtrain.losses.cross_entropy import token_losses
 
 
 class PretrainTask:
@@ -17,5 +16,4 @@ class PretrainTask:
         Returns:
             losses_BT, fp32, with a graph; 0 where the label is ignored. Never averaged here: the divisor is global.
         """
-        logits_BTV = model(batch.input_ids_BT, batch.positions_BT, batch.document_ids_BT)
-        return token_losses(logits_BTV, batch.labels_BT)
+        return model(batch.input_ids_BT, batch.positions_BT, batch.document_ids_BT, batch.labels_BT)

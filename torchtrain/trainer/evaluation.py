@@ -39,7 +39,7 @@ def evaluate(
         with precision.forward_context():
             sums.add(task.token_losses(model, batch), batch)
     model.train()
-    totals = sums.reduced(meshes.token_group).tolist()
+    totals = sums.reduced(meshes.loss_group).tolist()
     num_tokens = sums.num_tokens(totals)
     loss = totals[0] / num_tokens if num_tokens else float("nan")
     return EvalReport(step=step, loss=loss, tokens=num_tokens, time_s=time.perf_counter() - started)

@@ -192,9 +192,11 @@ class Trainer:
 
     def _agree(self, micro_batches: list[Batch]) -> tuple[int, bool]:
         """Global valid labels of the coming step, and whether any rank was told to stop; one small all-reduce."""
-        valid = float(sum(batch.num_valid_tokens() for batch in micro_batches))
+        counts = self._meshes.counts_its_batch
+        valid = float(sum(batch.num_valid_tokens() for batch in micro_batches)) if counts else 0.0
         stop = float(self._stop_signal.received is not None)
-        total, stops = sum_over([valid, stop], self._meshes.token_group, torch.device("cpu"))
+        # Over the world, not dp alone: a signal may have reached any rank.
+        total, stops = sum_over([valid, stop], None, torch.device("cpu"))
         return round(total), stops > 0
 
     def _one_step(

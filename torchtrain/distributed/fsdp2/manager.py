@@ -19,7 +19,7 @@ from torchtrain.distributed.fsdp2.offload import build_offload_policy
 from torchtrain.distributed.fsdp2.precision import build_mixed_precision
 from torchtrain.distributed.fsdp2.prefetch import apply_prefetch, fsdp_module
 from torchtrain.distributed.fsdp2.replicate import ShardPlacementResult, build_whole_placement
-from torchtrain.distributed.fsdp2.shard_plan import MeshName, ShardedParameter, ShardPlan, ShardUnit
+from torchtrain.distributed.fsdp2.shard_plan import ROOT, MeshName, ShardedParameter, ShardPlan, ShardUnit
 from torchtrain.distributed.fsdp2.shared_parameters import held_by_root
 from torchtrain.distributed.fsdp2.source_layout import SourceLayout, aliases_by_parameter, check_source_layouts
 from torchtrain.distributed.fsdp2.units import plan_shards
@@ -92,7 +92,7 @@ class FSDP2Manager:
             mesh=self._meshes.of_units(unit.mesh),
             reshard_after_forward=unit.reshard_after_forward,
             shard_placement_fn=place,
-            mp_policy=build_mixed_precision(self._config.mix_precision),
+            mp_policy=build_mixed_precision(self._config.mix_precision, is_root=unit.fqn == ROOT),
             offload_policy=build_offload_policy(self._config, self._meshes.device),
             ignored_params=ignored,
         )

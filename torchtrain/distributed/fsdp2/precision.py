@@ -15,11 +15,15 @@ DTYPES: dict[str | None, torch.dtype | None] = {
 }
 
 
-def build_mixed_precision(config: MixPrecisionConfig) -> MixedPrecisionPolicy:
-    """Translate the section; null dtypes stay null, which means "no cast"."""
+def build_mixed_precision(config: MixPrecisionConfig, *, is_root: bool) -> MixedPrecisionPolicy:
+    """Translate the section; null dtypes stay null, which means "no cast".
+
+    The root returns token losses, which stay fp32 whatever ``output_dtype`` says; its logits follow the dtype that its
+    last block returned (``nn.decoder``).
+    """
     return MixedPrecisionPolicy(
         param_dtype=DTYPES[config.param_dtype],
         reduce_dtype=DTYPES[config.reduce_dtype],
-        output_dtype=DTYPES[config.output_dtype],
+        output_dtype=None if is_root else DTYPES[config.output_dtype],
         cast_forward_inputs=config.cast_forward_inputs,
     )
