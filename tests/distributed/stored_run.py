@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models.registry import load_spec, resolve_architecture
@@ -27,12 +30,23 @@ from torchtrain.trainer.step import TrainStep
 class StoredRun:
     """One run on this rank; whole tensors by checkpoint name are what tests compare."""
 
-    def __init__(self, *overrides: str, folder: Path | None = None, resume: str | None = None) -> None:
+    def __init__(
+        self, *overrides: str, folder: Path | None = None, resume: str | None = None, frozen: Sequence[str] = ()
+    ) -> None:
         self.job = job = load_job(None, [*MODEL, *overrides])
         topology = Topology.resolve(job, dist.get_world_size())
         architecture = resolve_architecture(job.model.name, job.model.preset, job.model.overrides)
         self.meshes = build_meshes(topology, torch.device("cpu"))
-        self.model = build_model(Run(job, load_spec(job.model.name), architecture, self.meshes, is_main=False))
+        spec = load_spec(job.model.name)
+
+        def build(architecture: Any) -> nn.Module:
+            model = spec.build(architecture)
+            for fqn in frozen:
+                model.get_parameter(fqn).requires_grad_(False)
+            return model
+
+        run = Run(job, replace(spec, build=build), architecture, self.meshes, is_main=False)
+        self.model = build_model(run)
         self.optimizer = build_optimizer(self.model, job.optimizer, device=self.meshes.device)
         self.step = TrainStep(
             job,
