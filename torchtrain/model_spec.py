@@ -24,8 +24,12 @@ class ModelSpec:
     """Family name, as in ``model.name``."""
     build: Callable[[Any], nn.Module]
     """Architecture in, single-device model out, on the current device context; parameter values are undefined."""
-    parallelize: Callable[[nn.Module, Job, Meshes], nn.Module]
-    """Applies activation checkpointing, compile and FSDP in the family's order; returns the same model."""
+    parallelize: Callable[[nn.Module, Job, Meshes], tuple[nn.Module, ...]]
+    """Applies every technique in the family's order, in place; returns what this rank calls.
+
+    That is the model itself, or the stages of a pipeline that this rank holds: they share their parameters with the
+    model, from which everything of other ranks has been removed.
+    """
     init_rule: Callable[[Any, str], InitRule]
     """``(architecture, parameter fqn)`` to how that parameter is drawn."""
     flops_per_token: Callable[[Any, int], float]

@@ -11,7 +11,7 @@ from torchtrain.distributed.fsdp2.manager import FSDP2Manager
 from torchtrain.distributed.meshes import Meshes
 
 
-def parallelize_llama(model: nn.Module, job: Job, meshes: Meshes) -> nn.Module:
+def parallelize_llama(model: nn.Module, job: Job, meshes: Meshes) -> tuple[nn.Module, ...]:
     """Apply activation checkpointing, then compile, then FSDP.
 
     Compile sees the checkpointed block, so that it can plan around the recomputation; FSDP comes last, because its
@@ -22,4 +22,4 @@ def parallelize_llama(model: nn.Module, job: Job, meshes: Meshes) -> nn.Module:
     if meshes.topology.has_fsdp_domain:
         manager = FSDP2Manager(job.fsdp_config, meshes)
         model = manager.parallelize(model, manager.plan(model))
-    return model
+    return (model,)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models.registry import load_spec, resolve_architecture
-from tests.parity.harness import MODEL, make_global_batch, split_batch, whole_tensor
+from tests.parity.harness import MODEL, build_train_step, make_global_batch, split_batch, whole_tensor
 from torchtrain.checkpoint.checkpointer import Checkpointer
 from torchtrain.checkpoint.training_state import view_training_state
 from torchtrain.config.load import load_job
@@ -21,10 +21,7 @@ from torchtrain.config.observation import CheckpointConfig
 from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.topology import Topology
 from torchtrain.optim.build import build_optimizer
-from torchtrain.tasks.pretrain import PretrainTask
-from torchtrain.trainer.precision import ComputePrecision
 from torchtrain.trainer.run import Run, build_model
-from torchtrain.trainer.step import TrainStep
 
 
 class StoredRun:
@@ -46,20 +43,10 @@ class StoredRun:
             return model
 
         run = Run(job, replace(spec, build=build), architecture, self.meshes, is_main=False)
-        self.model = build_model(run)
+        rank_model = build_model(run)
+        self.model = rank_model.module
         self.optimizer = build_optimizer(self.model, job.optimizer, device=self.meshes.device)
-        self.step = TrainStep(
-            job,
-            model=self.model,
-            optimizer=self.optimizer,
-            task=PretrainTask(),
-            meshes=self.meshes,
-            precision=ComputePrecision(
-                job.fsdp_config.mix_precision, self.meshes.device, has_fsdp_domain=topology.has_fsdp_domain
-            ),
-            scaler=None,
-            source_names=("made_up",),
-        )
+        self.step = build_train_step(job, rank_model, self.optimizer, self.meshes)
         self.checkpointer = Checkpointer(CheckpointConfig(resume=resume), folder or Path())
         self.num_steps = 0
         self.gradients: list[dict[str, Tensor]] = []

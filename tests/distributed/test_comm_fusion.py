@@ -100,7 +100,7 @@ def build(*overrides: str) -> tuple[torch.nn.Module, object]:
     topology = Topology.resolve(job, dist.get_world_size())
     meshes = build_meshes(topology, torch.device("cpu"))
     architecture = resolve_architecture("llama", "debug", job.model.overrides)
-    model = build_model(Run(job, load_spec("llama"), architecture, meshes, is_main=False))
+    model = build_model(Run(job, load_spec("llama"), architecture, meshes, is_main=False)).module
     return model, split_batch(make_global_batch(0, 8, 16), meshes.dp_rank, topology.dp_size, 2)[0]
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from models.registry import load_spec, resolve_architecture
 from tests.end_to_end.launch import metrics, train
-from tests.parity.harness import MODEL, make_global_batch, split_batch
+from tests.parity.harness import MODEL, build_train_step, make_global_batch, split_batch
 from torchtrain.config.load import load_job
 from torchtrain.distributed.comm_trace import CommTrace
 from torchtrain.distributed.comm_volume import CommVolume, plan_comm_volume
@@ -23,11 +23,8 @@ from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.topology import Topology
 from torchtrain.metrics.jsonl import read_jsonl
 from torchtrain.optim.build import build_optimizer
-from torchtrain.tasks.pretrain import PretrainTask
 from torchtrain.testing.ranks import run_ranks
-from torchtrain.trainer.precision import ComputePrecision
 from torchtrain.trainer.run import Run, build_model
-from torchtrain.trainer.step import TrainStep
 
 Records = list[dict[str, Any]]
 Volumes = dict[tuple[str, str, str, str], tuple[int, int, int]]
@@ -54,18 +51,10 @@ def trace_one_step(*overrides: str) -> tuple[Records, tuple[CommVolume, ...]]:
     meshes = build_meshes(topology, torch.device("cpu"))
     architecture = resolve_architecture("llama", "debug", job.model.overrides)
     spec = load_spec("llama")
-    model = build_model(Run(job, spec, architecture, meshes, is_main=False))
-    precision = ComputePrecision(job.fsdp_config.mix_precision, meshes.device, has_fsdp_domain=True)
-    step = TrainStep(
-        job,
-        model=model,
-        optimizer=build_optimizer(model, job.optimizer, device=meshes.device),
-        task=PretrainTask(),
-        meshes=meshes,
-        precision=precision,
-        scaler=None,
-        source_names=("made_up",),
-    )
+    rank_model = build_model(Run(job, spec, architecture, meshes, is_main=False))
+    model = rank_model.module
+    optimizer = build_optimizer(model, job.optimizer, device=meshes.device)
+    step = build_train_step(job, rank_model, optimizer, meshes)
     log = Collected()
     trace = CommTrace(model, meshes, log)
     training = job.training

@@ -30,7 +30,7 @@ def build(*overrides: str) -> tuple[Run, nn.Module]:
     meshes = build_meshes(Topology.resolve(job, dist.get_world_size()), torch.device("cpu"))
     architecture = resolve_architecture("llama", "debug", job.model.overrides)
     run = Run(job, load_spec("llama"), architecture, meshes, is_main=False)
-    return run, build_model(run)
+    return run, build_model(run).module
 
 
 def groups_against_plan() -> tuple[dict[str, set[str]], dict[str, set[str]]]:

@@ -36,7 +36,7 @@ def trace(*overrides: str) -> list[list[tuple[str, str]]]:
     topology = Topology.resolve(job, dist.get_world_size())
     meshes = build_meshes(topology, torch.device("cpu"))
     architecture = resolve_architecture("llama", "debug", job.model.overrides)
-    model = build_model(Run(job, load_spec("llama"), architecture, meshes, is_main=False))
+    model = build_model(Run(job, load_spec("llama"), architecture, meshes, is_main=False)).module
     batches = split_batch(make_global_batch(0, job.training.global_batch_size, 16), meshes.dp_rank, topology.dp_size, 2)
     traces = []
     for index, batch in enumerate(batches):

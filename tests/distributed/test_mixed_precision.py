@@ -49,7 +49,7 @@ def dtypes_of_one_step(*settings: str) -> dict[str, Any]:
     topology = Topology.resolve(job, dist.get_world_size())
     meshes = build_meshes(topology, torch.device("cpu"))
     architecture = resolve_architecture("llama", "debug", job.model.overrides)
-    model = build_model(Run(job, load_spec("llama"), architecture, meshes, is_main=False))
+    model = build_model(Run(job, load_spec("llama"), architecture, meshes, is_main=False)).module
     seen: dict[str, Any] = {}
     block = next(module for module in model.modules() if isinstance(module, DecoderBlock))
     block.register_forward_hook(lambda _, args, output: seen.update(block_output=output.dtype))
@@ -145,7 +145,7 @@ def rope_dtype() -> set[torch.dtype]:
     topology = Topology.resolve(job, 2)
     meshes = build_meshes(topology, torch.device("cpu"))
     architecture = resolve_architecture("llama", "debug", job.model.overrides)
-    model: nn.Module = build_model(Run(job, load_spec("llama"), architecture, meshes, is_main=False))
+    model: nn.Module = build_model(Run(job, load_spec("llama"), architecture, meshes, is_main=False)).module
     seen: set[torch.dtype] = set()
     for block in (module for module in model.modules() if isinstance(module, DecoderBlock)):
         block.self_attn.register_forward_pre_hook(lambda _, args: seen.add(args[1].cos_BT1F.dtype))

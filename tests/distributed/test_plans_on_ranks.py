@@ -33,7 +33,7 @@ def build(*overrides: str) -> tuple[Run, nn.Module]:
     meshes = build_meshes(Topology.resolve(job, dist.get_world_size()), CPU)
     architecture = resolve_architecture("llama", "debug", job.model.overrides)
     run = Run(job, load_spec("llama"), architecture, meshes, is_main=False)
-    return run, build_model(run)
+    return run, build_model(run).module
 
 
 def shapes_of_whole_parameter(*overrides: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

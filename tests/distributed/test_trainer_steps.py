@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from models.registry import load_spec, resolve_architecture
-from tests.parity.harness import MODEL, make_global_batch, split_batch
+from tests.parity.harness import MODEL, build_train_step, make_global_batch, split_batch
 from torchtrain.checkpoint.checkpointer import Checkpointer
 from torchtrain.config.job import Job
 from torchtrain.config.load import load_job
@@ -26,9 +26,7 @@ from torchtrain.optim.loss_scaler import LossScaler
 from torchtrain.profiling import Profiler
 from torchtrain.runtime.garbage import GarbageSchedule
 from torchtrain.runtime.signals import StopSignal
-from torchtrain.tasks.pretrain import PretrainTask
 from torchtrain.testing.ranks import run_ranks
-from torchtrain.trainer.precision import ComputePrecision
 from torchtrain.trainer.run import Run, build_model
 from torchtrain.trainer.step import TrainStep
 from torchtrain.trainer.trainer import Instruments, Trainer
@@ -38,18 +36,10 @@ def build_step(job: Job, scaler: LossScaler | None) -> tuple[nn.Module, torch.op
     """Build what one step needs, as the trainer does."""
     architecture = resolve_architecture(job.model.name, job.model.preset, job.model.overrides)
     meshes = build_meshes(Topology.resolve(job, 1), torch.device("cpu"))
-    model = build_model(Run(job, load_spec(job.model.name), architecture, meshes, is_main=False))
+    rank_model = build_model(Run(job, load_spec(job.model.name), architecture, meshes, is_main=False))
+    model = rank_model.module
     optimizer = build_optimizer(model, job.optimizer, device=meshes.device)
-    step = TrainStep(
-        job,
-        model=model,
-        optimizer=optimizer,
-        task=PretrainTask(),
-        meshes=meshes,
-        precision=ComputePrecision(job.fsdp_config.mix_precision, meshes.device, has_fsdp_domain=False),
-        scaler=scaler,
-        source_names=("made_up",),
-    )
+    step = build_train_step(job, rank_model, optimizer, meshes, scaler)
     return model, optimizer, step, meshes
 
 

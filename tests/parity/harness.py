@@ -12,17 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models.registry import load_spec, resolve_architecture
+from torchtrain.config.job import Job
 from torchtrain.config.load import load_job
 from torchtrain.data.batch import Batch
-from torchtrain.distributed.meshes import build_meshes
+from torchtrain.distributed.meshes import Meshes, build_meshes
 from torchtrain.distributed.topology import Topology
 from torchtrain.losses.cross_entropy import IGNORE_INDEX
 from torchtrain.optim.build import build_optimizer
 from torchtrain.optim.loss_scaler import LossScaler
 from torchtrain.tasks.pretrain import PretrainTask
 from torchtrain.testing.ranks import run_ranks
+from torchtrain.trainer.forward_backward import build_forward_backward
 from torchtrain.trainer.precision import ComputePrecision
-from torchtrain.trainer.run import Run, build_model
+from torchtrain.trainer.run import RankModel, Run, build_model
 from torchtrain.trainer.step import TrainStep
 
 NUM_STEPS = 3
@@ -77,19 +79,10 @@ def train_on_this_rank(overrides: tuple[str, ...]) -> Outcome:
     topology = Topology.resolve(job, dist.get_world_size())
     architecture = resolve_architecture(job.model.name, job.model.preset, job.model.overrides)
     meshes = build_meshes(topology, torch.device("cpu"))
-    model = build_model(Run(job, load_spec(job.model.name), architecture, meshes, is_main=False))
+    rank_model = build_model(Run(job, load_spec(job.model.name), architecture, meshes, is_main=False))
+    model = rank_model.module
     optimizer = build_optimizer(model, job.optimizer, device=meshes.device)
-    precision = ComputePrecision(job.fsdp_config.mix_precision, meshes.device, has_fsdp_domain=topology.has_fsdp_domain)
-    step = TrainStep(
-        job,
-        model=model,
-        optimizer=optimizer,
-        task=PretrainTask(),
-        meshes=meshes,
-        precision=precision,
-        scaler=LossScaler() if job.fsdp_config.mix_precision.param_dtype == "float16" else None,
-        source_names=("made_up",),
-    )
+    step = build_train_step(job, rank_model, optimizer, meshes)
     outcome = Outcome()
     optimizer.register_step_pre_hook(lambda *_: outcome.gradients.append(whole_gradients(model)))
     training = job.training
@@ -101,6 +94,25 @@ def train_on_this_rank(overrides: tuple[str, ...]) -> Outcome:
         outcome.norms.append(result.grad_norm)
     outcome.weights = {fqn: whole_tensor(parameter.detach()) for fqn, parameter in model.named_parameters()}
     return outcome
+
+
+def build_train_step(
+    job: Job, model: RankModel, optimizer: torch.optim.Optimizer, meshes: Meshes, scaler: LossScaler | None = None
+) -> TrainStep:
+    """Build the step as the trainer does."""
+    mix_precision = job.fsdp_config.mix_precision
+    if scaler is None and mix_precision.param_dtype == "float16":
+        scaler = LossScaler()
+    precision = ComputePrecision(mix_precision, meshes.device, has_fsdp_domain=meshes.topology.has_fsdp_domain)
+    return TrainStep(
+        job,
+        model=model.module,
+        optimizer=optimizer,
+        forward_backward=build_forward_backward(job, model, task=PretrainTask(), meshes=meshes, precision=precision),
+        meshes=meshes,
+        scaler=scaler,
+        source_names=("made_up",),
+    )
 
 
 def make_global_batch(step: int, num_sequences: int, seq_len: int) -> Batch:

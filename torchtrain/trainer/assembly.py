@@ -40,6 +40,7 @@ from torchtrain.runtime.signals import EXIT_STOPPED_BY_SIGNAL, StopSignal
 from torchtrain.tasks.pretrain import PretrainTask
 from torchtrain.trainer.data_order import describe_data_order
 from torchtrain.trainer.evaluation import evaluate
+from torchtrain.trainer.forward_backward import ForwardBackward, build_forward_backward
 from torchtrain.trainer.precision import ComputePrecision
 from torchtrain.trainer.run import Run, build_model
 from torchtrain.trainer.sampling import sample
@@ -106,20 +107,22 @@ def _execute(
     run: Run, stop_signal: StopSignal, *, checkpointer: Checkpointer, tokenizer: Tokenizer, dataset: SequenceDataset
 ) -> int:
     job = run.job
-    model = build_model(run)
+    rank_model = build_model(run)
+    model = rank_model.module
     optimizer = build_optimizer(model, job.optimizer, device=run.device, trusted_targets=job.trusted_targets)
     precision = ComputePrecision(
         job.fsdp_config.mix_precision, run.device, has_fsdp_domain=run.meshes.topology.has_fsdp_domain
     )
     scaler = LossScaler() if job.fsdp_config.mix_precision.param_dtype == "float16" else None
-    task = PretrainTask()
+    forward_backward = build_forward_backward(
+        job, rank_model, task=PretrainTask(), meshes=run.meshes, precision=precision
+    )
     train_step = TrainStep(
         job,
         model=model,
         optimizer=optimizer,
-        task=task,
+        forward_backward=forward_backward,
         meshes=run.meshes,
-        precision=precision,
         scaler=scaler,
         source_names=dataset.source_names,
     )
@@ -138,11 +141,11 @@ def _execute(
     with _instruments(run, model, resume_step=trainer.progress.step if is_resumed else None) as instruments:
         is_finished = trainer.run(
             open_loader=partial(_open_train_loader, run, dataset),
-            evaluate=_evaluator(run, model, task, dataset, precision),
+            evaluate=_evaluator(run, model, forward_backward, dataset),
             instruments=instruments,
         )
         if is_finished:
-            _show_sample(run, model, tokenizer, precision, instruments.metrics)
+            _show_sample(run, model, forward_backward, tokenizer, instruments.metrics)
     _say_where(run)
     return EXIT_FINISHED if is_finished else EXIT_STOPPED_BY_SIGNAL
 
@@ -160,7 +163,7 @@ def _open_train_loader(run: Run, dataset: SequenceDataset, progress: Progress) -
 
 
 def _evaluator(
-    run: Run, model: nn.Module, task: PretrainTask, dataset: SequenceDataset, precision: ComputePrecision
+    run: Run, model: nn.Module, forward_backward: ForwardBackward, dataset: SequenceDataset
 ) -> Callable[[int], EvalReport] | None:
     if run.job.task.eval_interval == 0:
         return None
@@ -174,10 +177,9 @@ def _evaluator(
     return lambda step: evaluate(
         step,
         model,
-        task,
+        forward_backward,
         batches,
         meshes=run.meshes,
-        precision=precision,
         source_names=dataset.source_names,
     )
 
@@ -215,13 +217,14 @@ def _instruments(run: Run, model: nn.Module, *, resume_step: int | None) -> Gene
 
 
 def _show_sample(
-    run: Run, model: nn.Module, tokenizer: Tokenizer, precision: ComputePrecision, metrics: MetricsLogger
+    run: Run, model: nn.Module, forward_backward: ForwardBackward, tokenizer: Tokenizer, metrics: MetricsLogger
 ) -> None:
     task = run.job.task
     if task.sample_prompt is None:
         return
     text = sample(
         model,
+        forward_backward,
         tokenizer,
         task.sample_prompt,
         add_bos=run.job.tokenizer.add_bos,
@@ -230,7 +233,6 @@ def _show_sample(
         max_context=run.job.training.seq_len,
         seed=run.job.training.seed,
         device=run.device,
-        precision=precision,
     )
     metrics.log_text("sample", text)
     logger.info(f"sampled continuation:\n{text}")

@@ -5,26 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-import torch
 from torch import nn
 
 from torchtrain.data.batch import Batch
 from torchtrain.distributed.meshes import Meshes
 from torchtrain.metrics.report import EvalReport
-from torchtrain.tasks.pretrain import PretrainTask
+from torchtrain.trainer.forward_backward import ForwardBackward
 from torchtrain.trainer.losses_by_source import LossSums
-from torchtrain.trainer.precision import ComputePrecision
 
 
-@torch.no_grad()
 def evaluate(
     step: int,
     model: nn.Module,
-    task: PretrainTask,
+    forward_backward: ForwardBackward,
     batches: Iterable[Batch],
     *,
     meshes: Meshes,
-    precision: ComputePrecision,
     source_names: tuple[str, ...],
 ) -> EvalReport:
     """Mean token loss over ``batches`` of all ranks.
@@ -35,9 +31,7 @@ def evaluate(
     sums = LossSums(source_names, meshes.device)
     model.eval()
     for batch in batches:
-        batch = batch.to(meshes.device)
-        with precision.forward_context():
-            sums.add(task.token_losses(model, batch), batch)
+        forward_backward.evaluate(batch.to(meshes.device), sums)
     model.train()
     totals = sums.reduced(meshes.loss_group).tolist()
     num_tokens = sums.num_tokens(totals)

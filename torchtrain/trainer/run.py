@@ -43,7 +43,17 @@ class Run:
         return Path(self.job.training.output_dir)
 
 
-def build_model(run: Run) -> nn.Module:
+@dataclass(frozen=True)
+class RankModel:
+    """This rank's part of the model."""
+
+    module: nn.Module
+    """Owns every parameter of this rank under its global name; the whole model, or what is left of it under PP."""
+    chunks: tuple[nn.Module, ...]
+    """What is called, in the order of the pipeline; ``(module,)`` without one. They share ``module``'s parameters."""
+
+
+def build_model(run: Run) -> RankModel:
     """Build, parallelise and initialise the model; weights depend on the seed and the fqns alone.
 
     Collective: the whole world.
@@ -52,7 +62,7 @@ def build_model(run: Run) -> nn.Module:
     with torch.device("meta" if model_config.init_on_meta else run.device):
         model = run.spec.build(run.architecture)
     model = model.to(DTYPES[model_config.init_dtype])
-    model = run.spec.parallelize(model, run.job, run.meshes)
+    chunks = run.spec.parallelize(model, run.job, run.meshes)
     fsdp_config, has_fsdp_domain = run.job.fsdp_config, run.meshes.topology.has_fsdp_domain
     if fsdp_config.enable_offload and has_fsdp_domain:
         check_host_memory(model, fp32_main_params=run.job.optimizer.fp32_main_params)
@@ -63,5 +73,7 @@ def build_model(run: Run) -> nn.Module:
         keep_gradients_in_fp32(model)
     initialize_parameters(model, partial(run.spec.init_rule, run.architecture), run.job.training.seed)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    logger.info(f"model {model_config.name}/{model_config.preset}: {num_parameters / 1e6:.2f} M parameters")
-    return model
+    logger.info(
+        f"model {model_config.name}/{model_config.preset}: {num_parameters / 1e6:.2f} M parameters on this rank's stage"
+    )
+    return RankModel(model, chunks)

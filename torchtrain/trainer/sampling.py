@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtrain.data.tokenizer import Tokenizer
-from torchtrain.trainer.precision import ComputePrecision
+from torchtrain.trainer.forward_backward import ForwardBackward
 
 
-@torch.no_grad()
 def sample(
     model: nn.Module,
+    forward_backward: ForwardBackward,
     tokenizer: Tokenizer,
     prompt: str,
     *,
@@ -22,7 +22,6 @@ def sample(
     max_context: int,
     seed: int,
     device: torch.device,
-    precision: ComputePrecision,
 ) -> str:
     """Continue ``prompt`` by ``num_tokens`` tokens, or until the end of a document.
 
@@ -39,9 +38,7 @@ def sample(
         ids = beginning = [0 if tokenizer.eos_id is None else tokenizer.eos_id]
     model.eval()
     for _ in range(num_tokens):
-        window = torch.tensor([ids[-max_context:]], device=device)
-        with precision.forward_context():
-            logits_V = model(window)[0, -1, : tokenizer.vocab_size]
+        logits_V = forward_backward.next_token_logits(ids[-max_context:])[: tokenizer.vocab_size]
         drawn = _draw(logits_V.float().cpu(), temperature, generator).to(device)
         dist.broadcast(drawn, src=0)
         next_id = int(drawn)

@@ -18,7 +18,6 @@ from torch import nn
 
 from torchtrain.config.job import Job
 from torchtrain.data.batch import Batch
-from torchtrain.distributed.fsdp2.accumulation import set_micro_batch_policy
 from torchtrain.distributed.gradient_norm import (
     clip_coefficient,
     global_gradient_norm,
@@ -28,9 +27,8 @@ from torchtrain.distributed.gradient_norm import (
 from torchtrain.distributed.meshes import Meshes
 from torchtrain.errors import NonFiniteError
 from torchtrain.optim.loss_scaler import LossScaler
-from torchtrain.tasks.pretrain import PretrainTask
+from torchtrain.trainer.forward_backward import ForwardBackward
 from torchtrain.trainer.losses_by_source import LossSums
-from torchtrain.trainer.precision import ComputePrecision
 
 
 @dataclass(frozen=True)
@@ -55,19 +53,16 @@ class TrainStep:
         *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        task: PretrainTask,
+        forward_backward: ForwardBackward,
         meshes: Meshes,
-        precision: ComputePrecision,
         scaler: LossScaler | None,
         source_names: Sequence[str],
     ) -> None:
-        self._fsdp_config = job.fsdp_config
         self._max_grad_norm = job.training.max_grad_norm
         self._model = model
         self._optimizer = optimizer
-        self._task = task
+        self._forward_backward = forward_backward
         self._meshes = meshes
-        self._precision = precision
         self._scaler = scaler
         self._source_names = source_names
 
@@ -106,13 +101,7 @@ class TrainStep:
     def _accumulate(self, micro_batches: Sequence[Batch], num_valid_tokens: float) -> LossSums:
         sums = LossSums(self._source_names, self._meshes.device)
         factor = (self._scaler.scale if self._scaler else 1.0) / num_valid_tokens
-        for index, batch in enumerate(micro_batches):
-            is_last = index == len(micro_batches) - 1
-            set_micro_batch_policy(self._model, self._fsdp_config, is_last_micro_batch=is_last)
-            with self._precision.forward_context():
-                losses_BT = self._task.token_losses(self._model, batch)
-            (losses_BT.sum() * factor).backward()
-            sums.add(losses_BT, batch)
+        self._forward_backward.train(micro_batches, factor, sums)
         return sums
 
     def _update(self, parameters: Sequence[nn.Parameter], norm: torch.Tensor, scale: float) -> None:
