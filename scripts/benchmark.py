@@ -1,9 +1,10 @@
-"""Time a job in fresh processes, alone or paired with another one.
+"""Time jobs in fresh processes: one, a pair, or the cases of a sweep, all in one go.
 
     python scripts/benchmark.py JOB --ranks 2                             one job
     python scripts/benchmark.py JOB --versus-set compile.enabled=true     the same job with and without a change
     python scripts/benchmark.py JOB --versus OTHER_JOB                    two jobs
     python scripts/benchmark.py JOB --baseline bare                       against a plain loop under bare fully_shard
+    python scripts/benchmark.py --sweep SWEEP --plot PICTURE              any number; see benchmark_cases.py
 
 Everything is measured from outside, by when a step's report arrives, so that whatever happens between steps counts too:
 
@@ -12,8 +13,11 @@ Everything is measured from outside, by when a step's report arrives, so that wh
 - start to first step: from the launch of the processes to the report of step 1, the imports included.
 - peak memory: the largest ``peak_memory_bytes`` reported (rank 0; on a CPU the process's resident memory).
 
-Each is the median of several runs. Pairs alternate, and the one that goes first changes each round, so that a machine
-that slows down slows both; the ratio is the median over rounds. Saving, evaluating and sampling are switched off.
+Each is the median of several rounds. In a round every case runs once; rounds start with another case each and change
+direction, so that a machine that slows down slows all of them. Ratios are to the first case, taken within each round.
+Saving, evaluating and sampling are switched off.
+
+Exit codes: 0; 1 where a run failed; 2 where a job, a sweep or the command line is wrong, before anything runs.
 """
 
 from __future__ import annotations
@@ -25,64 +29,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-from torchtrain.config.load import load_job
+from benchmark_cases import Case, Sweep, SweepCase, build_cases, read_sweep
+from benchmark_report import Measurement, as_markdown, draw, summarize, write_csv
+
 from torchtrain.errors import TorchtrainError
 from torchtrain.metrics.jsonl import read_jsonl
 
 POLL_INTERVAL_S = 0.01
-_BARE_SCRIPT = Path(__file__).with_name("bare_fully_shard.py")
-_QUIET = ("--checkpoint.interval=0", "--checkpoint.save_final=false", "--checkpoint.resume=null")
-_QUIET += ("--task.eval_interval=0", "--task.sample_prompt=null", "--metrics.console=plain")
-
-
-@dataclass(frozen=True)
-class Case:
-    """Something to time."""
-
-    label: str
-    command: tuple[str, ...]
-    """Takes ``--training.output_dir=FOLDER`` as a last word."""
-    tokens_per_step: int
-    reports_on_stdout: bool = False
-    """Its step reports are lines on stdout; others write ``FOLDER/metrics.jsonl``."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One run of a case."""
-
-    tokens_per_second: float
-    start_to_first_step_s: float
-    peak_memory_bytes: float
+_SIZES = ("ranks", "runs", "steps", "warmup_steps")
 
 
 class BenchmarkError(Exception):
     """A run failed or was too short; the message says which and why."""
-
-
-def build_case(
-    job_path: str, overrides: Sequence[str], *, label: str, ranks: int, steps: int, is_bare: bool = False
-) -> Case:
-    """Turn a job into a command.
-
-    Raises:
-        ConfigError: The job is wrong.
-    """
-    words = [*_QUIET, f"--training.steps={steps}", *(f"--{override}" for override in overrides)]
-    training = load_job(job_path, words).training
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-    program = (str(_BARE_SCRIPT),) if is_bare else ("-m", "torchtrain.train")
-    return Case(
-        label=label,
-        command=(*launcher, *program, job_path, *words),
-        tokens_per_step=training.global_batch_size * training.seq_len,
-        reports_on_stdout=is_bare,
-    )
 
 
 def measure(case: Case, *, warmup_steps: int) -> Measurement:
@@ -100,7 +61,7 @@ def measure(case: Case, *, warmup_steps: int) -> Measurement:
             with subprocess.Popen(command, stdout=out, stderr=err) as process:
                 arrivals = watch(process, report)
         if process.returncode != 0:
-            tail = "\n".join((stdout.read_text() + stderr.read_text()).splitlines()[-30:])
+            tail = "\n".join((stdout.read_text() + stderr.read_text()).splitlines()[-60:])
             raise BenchmarkError(f"{case.label} ended with exit code {process.returncode}:\n{tail}")
         peak = max((record["peak_memory_bytes"] for record in read_jsonl(report)), default=0)
     if len(arrivals) <= warmup_steps:
@@ -131,12 +92,17 @@ def watch(process: subprocess.Popen[bytes], report: Path) -> list[float]:
     return arrivals
 
 
+def plan_round(round_index: int, num_cases: int) -> list[int]:
+    """Order the cases of a round: each round starts with another one, and every second one runs backwards."""
+    direction = 1 if round_index % 2 == 0 else -1
+    return [(round_index + direction * position) % num_cases for position in range(num_cases)]
+
+
 def measure_rounds(cases: Sequence[Case], *, runs: int, warmup_steps: int) -> list[list[Measurement]]:
     """Measure every case ``runs`` times, alternating; one list per case."""
     results: list[list[Measurement]] = [[] for _ in cases]
     for round_index in range(runs):
-        order = range(len(cases)) if round_index % 2 == 0 else reversed(range(len(cases)))
-        for index in order:
+        for index in plan_round(round_index, len(cases)):
             result = measure(cases[index], warmup_steps=warmup_steps)
             results[index].append(result)
             rate = f"{result.tokens_per_second:,.0f} tokens/s"
@@ -144,101 +110,83 @@ def measure_rounds(cases: Sequence[Case], *, runs: int, warmup_steps: int) -> li
     return results
 
 
-def summarize(cases: Sequence[Case], results: Sequence[Sequence[Measurement]]) -> dict[str, Any]:
-    """Take medians, and the ratio first over second where there are two cases."""
-    names = [field.name for field in fields(Measurement)]
-    summary: dict[str, Any] = {
-        "cases": [
-            {
-                "label": case.label,
-                "median": {name: median(getattr(run, name) for run in runs) for name in names},
-                "runs": [asdict(run) for run in runs],
-            }
-            for case, runs in zip(cases, results, strict=True)
-        ]
-    }
-    if len(cases) == 2:
-        ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(*results, strict=True)]
-        summary["tokens_per_second_ratio"] = {"median": median(ratios), "runs": ratios}
-    return summary
-
-
-def as_markdown(summary: dict[str, Any]) -> str:
-    """Lay a summary out as a table, each cell ``median (least to most)``."""
-    lines = ["| case | tokens/s | start to first step, s | peak memory, MiB |", "|---|---:|---:|---:|"]
-    for case in summary["cases"]:
-        cells = [
-            _cell(case, "tokens_per_second", 1, ",.0f"),
-            _cell(case, "start_to_first_step_s", 1, ".1f"),
-            _cell(case, "peak_memory_bytes", 2**20, ",.0f"),
-        ]
-        lines.append(f"| {case['label']} | {' | '.join(cells)} |")
-    if ratio := summary.get("tokens_per_second_ratio"):
-        first, second = (case["label"] for case in summary["cases"])
-        spread = f"{min(ratio['runs']):.3f} to {max(ratio['runs']):.3f}"
-        lines += ["", f"tokens/s, {first} over {second}: **{ratio['median']:.3f}** ({spread})"]
-    return "\n".join(lines)
-
-
-def _cell(case: dict[str, Any], name: str, unit: float, layout: str) -> str:
-    values = [run[name] / unit for run in case["runs"]]
-    return f"{case['median'][name] / unit:{layout}} ({min(values):{layout}} to {max(values):{layout}})"
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time a job in fresh processes, alone or paired with another one.")
-    parser.add_argument("job", help="job file")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, of both sides")
+    parser = argparse.ArgumentParser(description="Time jobs in fresh processes: one, a pair, or the cases of a sweep.")
+    parser.add_argument("job", nargs="?", help="job file")
+    parser.add_argument("--sweep", type=Path, metavar="FILE", help="time the cases of this file; sizes here win")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, of every case")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--versus", metavar="JOB", help="pair with this job")
     other.add_argument("--baseline", choices=["bare"], help="pair with the same job under bare fully_shard")
     parser.add_argument(
         "--versus-set", action="append", default=[], metavar="KEY=VALUE", help="override of the second side only"
     )
-    parser.add_argument("--ranks", type=int, default=1, help="processes on this node")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each side")
-    parser.add_argument("--steps", type=int, default=30, help="steps of each run")
-    parser.add_argument("--warmup-steps", type=int, default=5, help="first steps left out of tokens/s, at least 1")
+    parser.add_argument("--ranks", type=int, help="processes on this node, 1 if nothing else says so")
+    parser.add_argument("--runs", type=int, help="runs of each case; default 3")
+    parser.add_argument("--steps", type=int, help="steps of each run; default 30")
+    parser.add_argument("--warmup-steps", type=int, help="first steps left out of tokens/s, at least 1; default 5")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write one row for each run here")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table here")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw tokens/s and peak memory here")
     arguments = parser.parse_args(argv)
-    if not 1 <= arguments.warmup_steps < arguments.steps:
-        parser.error("--warmup-steps must be at least 1 and below --steps")
-    if arguments.runs < 1 or arguments.ranks < 1:
-        parser.error("--runs and --ranks must be at least 1")
+    if bool(arguments.job) == bool(arguments.sweep):
+        parser.error("name a job file or a --sweep, one of the two")
+    if arguments.sweep and (arguments.versus or arguments.baseline or arguments.versus_set):
+        parser.error("a --sweep lists its own cases: no --versus, --versus-set or --baseline with it")
+    if arguments.plot and arguments.plot.suffix != ".png":
+        parser.error(f"--plot {arguments.plot}: name a file that ends in .png")
     return arguments
 
 
-def _build_cases(arguments: argparse.Namespace) -> list[Case]:
-    size = {"ranks": arguments.ranks, "steps": arguments.steps}
-    first = build_case(arguments.job, arguments.set, label=Path(arguments.job).stem, **size)
+def _resolve_sweep(arguments: argparse.Namespace) -> Sweep:
+    sweep = read_sweep(arguments.sweep) if arguments.sweep else _sweep_of_words(arguments)
+    sizes = {name: size for name in _SIZES if (size := getattr(arguments, name)) is not None}
+    return replace(sweep, set=(*sweep.set, *arguments.set), **sizes)
+
+
+def _sweep_of_words(arguments: argparse.Namespace) -> Sweep:
+    """A job alone is a sweep of one case, a pair one of two."""
+    first = SweepCase(label=Path(arguments.job).stem, job=arguments.job)
     if not (arguments.versus or arguments.versus_set or arguments.baseline):
-        return [first]
-    is_bare = arguments.baseline == "bare"
-    other = arguments.versus or arguments.job
-    name = "bare fully_shard" if is_bare else Path(other).stem
+        return Sweep(cases=(first,))
+    job = arguments.versus or arguments.job
+    name = "bare fully_shard" if arguments.baseline else Path(job).stem
     label = " ".join([name, *arguments.versus_set])
-    second = build_case(other, [*arguments.set, *arguments.versus_set], label=label, is_bare=is_bare, **size)
-    return [first, second]
+    label = label if label != first.label else job
+    second = SweepCase(label=label, job=job, set=tuple(arguments.versus_set), baseline=arguments.baseline)
+    return Sweep(cases=(first, second))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = _parse(argv)
+    files = [path for path in (arguments.json, arguments.csv, arguments.markdown, arguments.plot) if path]
     try:
-        cases = _build_cases(arguments)
-        results = measure_rounds(cases, runs=arguments.runs, warmup_steps=arguments.warmup_steps)
+        sweep = _resolve_sweep(arguments)
+        cases = build_cases(sweep)
+        for path in files:  # now rather than after an hour of measuring
+            path.parent.mkdir(parents=True, exist_ok=True)
+        results = measure_rounds(cases, runs=sweep.runs, warmup_steps=sweep.warmup_steps)
     except TorchtrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except BenchmarkError as error:
+    except (BenchmarkError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     summary = summarize(cases, results)
-    settings = {name: getattr(arguments, name) for name in ("ranks", "runs", "steps", "warmup_steps")}
-    print(as_markdown(summary))
-    print(f"\nmedian of {arguments.runs} (least to most); ranks {arguments.ranks}, steps {arguments.steps}")
+    settings = {name: getattr(sweep, name) for name in _SIZES if name != "ranks"}
+    table = f"{as_markdown(summary)}\n\nmedian of {sweep.runs} (least to most); {sweep.steps} steps, the first "
+    table += f"{sweep.warmup_steps} as warm-up"
+    print(table)
     if arguments.json:
         arguments.json.write_text(json.dumps(settings | summary, indent=2) + "\n", encoding="utf-8")
+    if arguments.markdown:
+        arguments.markdown.write_text(table + "\n", encoding="utf-8")
+    if arguments.csv:
+        write_csv(summary, arguments.csv)
+    if arguments.plot:
+        draw(summary, arguments.plot)
     return 0
 
 

@@ -38,11 +38,12 @@ def _as_json_tree(tree: Any) -> Any:
     return json.loads(json.dumps(tree, default=str))
 
 
-def read_mapping(path: Path, *, extended_from: tuple[Path, ...] = ()) -> Mapping:
-    """Read a job file and whatever it extends.
+def read_mapping(path: Path, *, named_by: str = "job file", extended_from: tuple[Path, ...] = ()) -> Mapping:
+    """Read a job file, or another file of keys, and whatever it extends.
 
     Args:
         path: File ending in ``.yaml``, ``.yml`` or ``.toml``.
+        named_by: What kind of file it is, for the messages.
         extended_from: Files on the way here, to notice a cycle.
 
     Returns:
@@ -51,7 +52,7 @@ def read_mapping(path: Path, *, extended_from: tuple[Path, ...] = ()) -> Mapping
     Raises:
         ConfigError: A file that is missing, empty, malformed, or extends itself.
     """
-    mapping = _parse_file(path, named_by="job file" if not extended_from else f"extends in {extended_from[-1]}")
+    mapping = _parse_file(path, named_by=named_by if not extended_from else f"extends in {extended_from[-1]}")
     if "extends" not in mapping:
         return mapping
     base_name = mapping.pop("extends")
@@ -99,13 +100,14 @@ def _parse_file(path: Path, *, named_by: str) -> Mapping:
     except YAMLError as error:
         _refuse(named_by, str(path), f"is not valid YAML: {error}", "correct the file there")
     if mapping is None or mapping == {}:
-        _refuse(named_by, str(path), "is empty", "write at least dataset.sources; every other key has a default")
+        fix = "write at least dataset.sources; every other key has a default" if named_by == "job file" else "fill it"
+        _refuse(named_by, str(path), "is empty", fix)
     if not isinstance(mapping, dict):
         _refuse(
             named_by,
             str(path),
             f"must be a mapping of sections, not a {type(mapping).__name__}",
-            'write "section:" lines',
+            'write "key:" lines',
         )
     return mapping
 
