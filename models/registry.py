@@ -1,7 +1,7 @@
 """Finds families and resolves their architectures. Imports no torch until a spec is asked for.
 
-A family is a folder of four files: ``architecture`` (``PRESETS``, ``find_architecture_faults``; no torch), ``model``,
-``parallelize`` and ``spec`` (``SPEC``).
+A family is a folder of four files: ``architecture`` (``PRESETS``, ``UNSUPPORTED``, ``find_architecture_faults``; no
+torch), ``model``, ``parallelize`` and ``spec`` (``SPEC``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from torchtrain.config.explain import explain
 from torchtrain.config.nearest import did_you_mean
+from torchtrain.distributed.legality import DecoderSizes, Technique
 from torchtrain.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
@@ -25,13 +26,8 @@ if TYPE_CHECKING:
 FAMILIES = ("llama",)
 
 
-class Architecture(Protocol):
+class Architecture(DecoderSizes, Protocol):
     """What every family's architecture offers to code that does not know the family."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding; every token id is below it."""
-        ...
 
     @property
     def max_position_embeddings(self) -> int:
@@ -69,6 +65,11 @@ def resolve_architecture(name: str, preset: str, overrides: Mapping[str, Any]) -
     architecture = _apply(base, sound)
     _refuse([*faults, *family.find_architecture_faults(architecture)])
     return architecture
+
+
+def unsupported_techniques(name: str) -> Mapping[Technique, str]:
+    """Say which parallel techniques a family cannot do, each with the reason."""
+    return importlib.import_module(f"models.{name}.architecture").UNSUPPORTED
 
 
 def _override_faults(family: ModuleType, base: Any, overrides: Mapping[str, Any]) -> list[Fault]:

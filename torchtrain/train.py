@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.registry import load_spec, resolve_architecture
+from models.registry import load_spec, resolve_architecture, unsupported_techniques
 from torchtrain.config.availability import find_unavailable
 from torchtrain.config.job import Job
 from torchtrain.config.load import collect_faults, read_job
-from torchtrain.config.rules import find_job_faults
+from torchtrain.config.rules import find_job_faults, find_size_faults
+from torchtrain.distributed.legality import find_legality_faults
 from torchtrain.distributed.topology import Topology, find_topology_faults
 from torchtrain.errors import ConfigError, Fault, TorchtrainError
 from torchtrain.runtime.env import LaunchEnv, read_launch_env
@@ -119,12 +120,16 @@ def _check_architecture(job: Job) -> tuple[Any, list[Fault]]:
         architecture = resolve_architecture(model.name, model.preset, model.overrides)
     except ConfigError as error:
         return None, list(error.faults)
+    faults = []
+    if not find_size_faults(job):
+        unsupported = unsupported_techniques(model.name)
+        faults += find_legality_faults(architecture, job, family=model.name, unsupported=unsupported)
     longest = architecture.max_position_embeddings
     if seq_len <= longest:
-        return architecture, []
+        return architecture, faults
     rule = f"must not exceed the model's max_position_embeddings = {longest}"
     fix = f"use {longest} or fewer, or raise model.overrides.max_position_embeddings"
-    return architecture, [Fault("training.seq_len", seq_len, rule, fix)]
+    return architecture, [*faults, Fault("training.seq_len", seq_len, rule, fix)]
 
 
 if __name__ == "__main__":

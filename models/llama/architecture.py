@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchtrain.config.section import Section
+from torchtrain.distributed.legality import Technique
 from torchtrain.errors import Fault
 
 
@@ -97,6 +98,8 @@ def _rope_faults(architecture: LlamaArchitecture) -> Iterator[Fault]:
         value = scaling.original_max_position_embeddings
         yield _fault("rope_scaling.original_max_position_embeddings", value, "must be at least 1", "use 8192")
 
+
+UNSUPPORTED: dict[Technique, str] = {"expert parallel": "it has no experts"}
 
 # Sizes of 1b to 405b: config.json of meta-llama/Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8B, -70B and -405B.
 PRESETS = {

@@ -1,0 +1,100 @@
+"""Which technique which model may use: the job check and the table in ``docs/parallelism.md`` read these rules.
+
+What depends on the number of ranks stands in ``topology``; what a family cannot do at all, in its ``architecture``
+file under ``UNSUPPORTED``. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torchtrain.config.job import Job
+from torchtrain.errors import Fault
+
+Technique = Literal[
+    "tensor parallel",
+    "sequence parallel",
+    "loss parallel",
+    "context parallel, ulysses",
+    "context parallel, allgather",
+    "context parallel, ring",
+    "pipeline parallel",
+    "expert parallel",
+]
+
+
+class DecoderSizes(Protocol):
+    """What the rules read of an architecture."""
+
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def num_hidden_layers(self) -> int: ...  # noqa: D102
+    @property
+    def num_attention_heads(self) -> int: ...  # noqa: D102
+    @property
+    def num_key_value_heads(self) -> int: ...  # noqa: D102
+    @property
+    def intermediate_size(self) -> int: ...  # noqa: D102
+    @property
+    def tie_word_embeddings(self) -> bool: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One condition of one technique."""
+
+    technique: Technique
+    condition: str
+    """For the table, as a claim: "num_attention_heads divides by tp_size"."""
+    find_faults: Callable[[DecoderSizes, Job], Iterator[Fault]]
+    """Yields nothing where the technique is not in use."""
+
+
+RULES: tuple[Rule, ...] = ()
+"""Every condition; a technique adds its own."""
+
+
+def techniques_in_use(job: Job) -> dict[Technique, tuple[str, object]]:
+    """Techniques that a job asks for, each with the key that does so and its value."""
+    sizes = job.accelerator
+    in_use: dict[Technique, tuple[str, object]] = {}
+    if sizes.tp_size > 1:
+        in_use["tensor parallel"] = ("accelerator.tp_size", sizes.tp_size)
+        if sizes.sequence_parallel:
+            in_use["sequence parallel"] = ("accelerator.sequence_parallel", True)
+        if sizes.loss_parallel:
+            in_use["loss parallel"] = ("accelerator.loss_parallel", True)
+    if sizes.cp_size > 1:
+        mode: Technique = f"context parallel, {sizes.cp_mode}"  # pyrefly: ignore[bad-assignment]
+        in_use[mode] = ("accelerator.cp_mode", sizes.cp_mode)
+    if sizes.pp_size > 1:
+        in_use["pipeline parallel"] = ("accelerator.pp_size", sizes.pp_size)
+    if sizes.ep_size > 1:
+        in_use["expert parallel"] = ("accelerator.ep_size", sizes.ep_size)
+    return in_use
+
+
+def find_legality_faults(
+    architecture: DecoderSizes, job: Job, *, family: str, unsupported: Mapping[Technique, str]
+) -> list[Fault]:
+    """List why this model cannot be trained as the job asks.
+
+    Args:
+        architecture: The resolved architecture.
+        job: A job whose sizes are sound by themselves.
+        family: Name of the model family, for messages.
+        unsupported: Techniques that the family cannot do, each with the reason.
+    """
+    in_use = techniques_in_use(job)
+    faults = [
+        Fault(path, value, f"{technique} is not possible with {family}: {unsupported[technique]}", "switch it off")
+        for technique, (path, value) in in_use.items()
+        if technique in unsupported
+    ]
+    for rule in RULES:
+        if rule.technique in in_use and rule.technique not in unsupported:
+            faults.extend(rule.find_faults(architecture, job))
+    return faults
