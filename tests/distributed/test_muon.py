@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from torchtrain.checkpoint.checkpointer import Checkpointer
 from torchtrain.config.observation import CheckpointConfig
 from torchtrain.config.optimization import OptimizerConfig
 from torchtrain.distributed.dtensor_internals import local_slices, slices_by_coordinate
+from torchtrain.distributed.fsdp2.replicate import build_whole_placement
 from torchtrain.optim.build import build_optimizer
 from torchtrain.optim.muon import Muon
 from torchtrain.testing.compare import relative_error
@@ -91,6 +94,7 @@ def counted_collectives() -> Iterator[Counter[str]]:
     """Count calls of torch.distributed's collectives by name."""
     counts: Counter[str] = Counter()
     names = ("all_to_all_single", "all_to_all", "all_gather", "all_gather_into_tensor", "broadcast", "all_reduce")
+    names += ("new_group",)
     originals = {name: getattr(dist, name) for name in names}
 
     def counting(name: str):
@@ -162,6 +166,72 @@ def test_local_experts_need_no_communication() -> None:
         assert counts == {}
         for index, actual in zip(stacks, whole, strict=True):
             assert relative_error(actual, expected[index]) < FP32_SCALAR
+
+
+def shard_after_tp(whole: Tensor, mesh: DeviceMesh, tp_dim: int, *, is_whole: bool = False) -> nn.Parameter:
+    """Lay a matrix out over tp by hand, then let FSDP shard its rows, or keep them whole on its ranks."""
+    module = nn.Module()
+    module.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(tp_dim)]))
+    placement = build_whole_placement(mesh["shard"]) if is_whole else Shard(0)
+    fully_shard(module, mesh=mesh["shard"], shard_placement_fn=lambda _: placement)
+    return cast(nn.Parameter, module.weight)
+
+
+def step_under_tp_and_fsdp(tp_dim: int, whole: int) -> tuple[list[Tensor], list[Placement], Counter[str]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+
+    def shard(index: int, tensor: Tensor) -> nn.Parameter:
+        dim = 0 if tp_dim == 0 else tensor.ndim - 1
+        return shard_after_tp(tensor, mesh, dim, is_whole=index == whole)
+
+    parameters = {index: shard(index, initial_weight(index)) for index in range(len(SHAPES))}
+    optimizer = Muon(list(parameters.values()), lr=LR, weight_decay=DECAY, momentum=MOMENTUM)
+    with counted_collectives() as counts:
+        for step in range(NUM_STEPS):
+            for index, parameter in parameters.items():
+                # Sharded as a parameter is: what lies where is FSDP's doing, in both.
+                parameter.grad = shard(index, gradient_of(index, step)).detach()
+            optimizer.step()
+    placements = [placement for parameter in parameters.values() for placement in cast(DTensor, parameter).placements]
+    return [cast(DTensor, p.detach()).full_tensor() for p in parameters.values()], placements, counts
+
+
+@pytest.mark.parametrize("tp_dim", [0, -1], ids=["rows_of_rows", "rows_of_columns"])
+def test_matrices_sharded_over_tp_and_then_fsdp_equal_the_reference(tp_dim: int) -> None:
+    expected = reference_weights()
+    for whole, placements, counts in run_ranks(step_under_tp_and_fsdp, 4, tp_dim, 1):
+        # Pieces of a rank's rows: torch's name for a shard whose place its plain arithmetic would get wrong.
+        assert any(isinstance(placement, _StridedShard) for placement in placements) is (tp_dim == 0)
+        for actual, weight in zip(whole, expected, strict=True):
+            assert relative_error(actual, weight) < FP32_SCALAR
+        assert counts["all_to_all_single"] == 2 * NUM_STEPS
+
+
+def groups_made_in_a_stage() -> tuple[int, int, list[Tensor]]:
+    """Two stages of two ranks, each with a mesh of two axes: nobody has a group of just those ranks."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "replicate", "shard"))["replicate", "shard"]
+    parameters = [
+        nn.Parameter(distribute_tensor(initial_weight(index), mesh, [Replicate(), Shard(0)], src_data_rank=None))
+        for index in range(3)
+    ]
+    with counted_collectives() as counts:
+        optimizer = Muon(parameters, lr=LR, weight_decay=DECAY, momentum=MOMENTUM)
+        num_made = counts["new_group"]
+        for step in range(NUM_STEPS):
+            for index, parameter in enumerate(parameters):
+                has_gradient = step % 2 == 0 or index != 1
+                gradient = distribute_tensor(gradient_of(index, step), mesh, parameter.placements, src_data_rank=None)
+                parameter.grad = gradient if has_gradient else None
+            optimizer.step()
+    return num_made, counts["new_group"], [parameter.detach().full_tensor() for parameter in parameters]
+
+
+def test_groups_are_made_with_the_optimizer_and_never_in_a_step() -> None:
+    expected = reference_weights()
+    for num_made, num_made_at_last, weights in run_ranks(groups_made_in_a_stage, 4):
+        assert (num_made, num_made_at_last) == (1, 1)
+        for index in (0, 2):
+            assert relative_error(weights[index], expected[index]) < FP32_SCALAR
 
 
 def slices_agree_with_this_rank() -> None:

@@ -91,6 +91,8 @@ def plan_owners(layouts: Sequence[Layout]) -> tuple[OwnedMatrix, ...]:
         load[owner] += costs[stack]
         replicas = layouts[stack].replicas
         senders = tuple(rank for rank in ranks if replicas[rank] == replicas[owner])
+        boxes = [layouts[stack].boxes[rank] for rank in senders]
+        assert _tile(boxes, layouts[stack].shape_EMN), f"pieces {boxes} do not make up {layouts[stack].shape_EMN}"
         matrices.append(OwnedMatrix(stack, index, owner, senders, ranks))
     return tuple(sorted(matrices, key=lambda matrix: (matrix.stack, matrix.index)))
 
@@ -167,11 +169,11 @@ class MatrixExchange:
 
         Args:
             wholes_MN: One for each of ``owned``.
-            locals_EMN: What the pieces belong to.
+            locals_EMN: What the pieces belong to; all on one device.
 
         Yields:
             For each matrix of which this rank holds a piece: index of its stack, its view in the local tensor, and
-            the piece of the result for it, which has the exchange's dtype.
+            the piece of the result for it, which has the exchange's dtype and lies where the local tensor does.
 
         Collective: the group, unless every matrix lies whole on its owner and nowhere else.
         """
@@ -186,10 +188,12 @@ class MatrixExchange:
             [(m.owner, self._numel(m, self._rank)) for m in self._held],
             is_local=not self._is_returning,
         )
+        # With offload one copy to the host, however many matrices there are.
+        received = received.to(locals_EMN[0].device)
         parts = received.split([self._numel(m, self._rank) for m in self._held])
         for matrix, part in zip(self._held, parts, strict=True):
             target = self._piece_of(locals_EMN[matrix.stack], matrix)
-            yield matrix.stack, target, part.view(target.shape).to(target.device)
+            yield matrix.stack, target, part.view(target.shape)
 
     def _piece_of(self, local: Tensor, matrix: OwnedMatrix) -> Tensor:
         return (
@@ -203,7 +207,8 @@ class MatrixExchange:
     def _join(self, pieces: Sequence[Tensor]) -> Tensor:
         if not pieces:
             return torch.empty(0, dtype=self._dtype, device=self._device)
-        return torch.cat([piece.to(self._device, self._dtype).reshape(-1) for piece in pieces])
+        # Joined where they lie: with offload one copy to the device, however many matrices there are.
+        return torch.cat([piece.to(self._dtype).reshape(-1) for piece in pieces]).to(self._device)
 
     def _swap(
         self, sent: Tensor, outgoing: Sequence[tuple[int, int]], incoming: Sequence[tuple[int, int]], *, is_local: bool
@@ -224,6 +229,21 @@ def _as_stack(shape: torch.Size) -> tuple[int, int, int]:
 def _whole(shape_EMN: tuple[int, int, int]) -> Box:
     matrices, rows, columns = shape_EMN
     return slice(0, matrices), slice(0, rows), slice(0, columns)
+
+
+def _tile(boxes: Sequence[Box], shape_EMN: tuple[int, int, int]) -> bool:
+    """Whether pieces of one matrix form a grid that covers it once; layouts shard dims, so other tilings are none."""
+    _, num_rows, num_columns = shape_EMN
+    rows = {(rows.start, rows.stop) for _, rows, _ in boxes}
+    columns = {(columns.start, columns.stop) for _, _, columns in boxes}
+    cells = {(rows.start, columns.start) for _, rows, columns in boxes}
+    is_grid = len(cells) == len(boxes) == len(rows) * len(columns)
+    return is_grid and _follow_one_another(rows, num_rows) and _follow_one_another(columns, num_columns)
+
+
+def _follow_one_another(parts: set[tuple[int, int]], size: int) -> bool:
+    starts, stops = zip(*sorted(parts), strict=True)
+    return (*starts, size) == (0, *stops)
 
 
 def _holds(box: Box, index: int) -> bool:

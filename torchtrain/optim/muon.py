@@ -51,6 +51,8 @@ class Muon(torch.optim.Optimizer):
     Raises:
         ValueError: A value is out of range, or a parameter is no matrix.
 
+    Collective: the ranks that hold pieces of a parameter; where they have no process group yet, one is made.
+
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
         Scalable for LLM Training", section 2.2 for the size of updates and the weight decay.
     """
@@ -77,8 +79,13 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["algorithm"] not in ("muon", "adamw"):
                 raise ValueError(f'algorithm must be "muon" or "adamw", not {group["algorithm"]!r}')
-        for parameter in (parameter for group in self._groups("muon") for parameter in group["params"]):
+        self._process_groups: dict[tuple[int, ...], ProcessGroup] = {}
+        matrices = [parameter for group in self._groups("muon") for parameter in group["params"]]
+        for parameter in matrices:
             _check_parameter(parameter)
+        # Now rather than in a step, whichever parameters will have gradients; a mesh of one axis has a group to lend.
+        for parameter in sorted(matrices, key=lambda p: p.device_mesh.ndim if isinstance(p, DTensor) else 0):
+            self._group_of(parameter)
         adamw_groups = self._groups("adamw")
         # Steps the very groups and states of this optimizer.
         self._adamw = torch.optim.AdamW(adamw_groups, lr, betas, eps, fused=fused) if adamw_groups else None
@@ -137,8 +144,7 @@ class Muon(torch.optim.Optimizer):
         rank = dist.get_rank() if dist.is_initialized() else 0
         by_ranks: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for parameter in parameters:
-            ranks = tuple(sorted(ranks_of(parameter.device_mesh))) if isinstance(parameter, DTensor) else (rank,)
-            by_ranks.setdefault(ranks, []).append(parameter)
+            by_ranks.setdefault(_ranks_of(parameter), []).append(parameter)
         plan = []
         for ranks, members in by_ranks.items():
             meshes = [p.device_mesh for p in members if isinstance(p, DTensor)]
@@ -147,12 +153,24 @@ class Muon(torch.optim.Optimizer):
             exchange = MatrixExchange(
                 [describe_layout(parameter, rank) for parameter in members],
                 rank=rank,
-                group=_group_of(ranks, meshes) if len(ranks) > 1 else None,
+                group=self._group_of(members[0]) if len(ranks) > 1 else None,
                 dtype=self._resolve_ns_dtype(device),
                 device=device,
             )
             plan.append(_Exchanged(members, exchange))
         return plan
+
+    def _group_of(self, parameter: nn.Parameter) -> ProcessGroup | None:
+        """The group of the ranks that a parameter lies on, made once where there is none; ``None`` for one rank."""
+        ranks = _ranks_of(parameter)
+        if len(ranks) == 1:
+            return None
+        if ranks not in self._process_groups:
+            assert isinstance(parameter, DTensor)
+            self._process_groups[ranks] = _find_group(parameter.device_mesh, len(ranks)) or cast(
+                ProcessGroup, dist.new_group(list(ranks), use_local_synchronization=True)
+            )
+        return self._process_groups[ranks]
 
     def _resolve_ns_dtype(self, device: torch.device) -> torch.dtype:
         if self._ns_dtype is not None:
@@ -178,14 +196,18 @@ def _check_parameter(parameter: nn.Parameter) -> None:
         raise ValueError(f"Muon cannot step a parameter that is a sum over ranks: {parameter.placements}")
 
 
-def _group_of(ranks: tuple[int, ...], meshes: Sequence[DeviceMesh]) -> ProcessGroup:
-    for mesh in meshes:
-        if mesh.ndim == 1:
-            return mesh.get_group()
+def _ranks_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Ranks that a parameter lies on, in order; this one alone for a plain tensor."""
+    if isinstance(parameter, DTensor):
+        return tuple(sorted(ranks_of(parameter.device_mesh)))
+    return (dist.get_rank() if dist.is_initialized() else 0,)
+
+
+def _find_group(mesh: DeviceMesh, num_ranks: int) -> ProcessGroup | None:
+    if mesh.ndim == 1:
+        return mesh.get_group()
     world = dist.group.WORLD
-    if world is not None and len(ranks) == world.size():
-        return world
-    return cast(ProcessGroup, dist.new_group(list(ranks), use_local_synchronization=True))
+    return world if world is not None and num_ranks == world.size() else None
 
 
 def _are_same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:

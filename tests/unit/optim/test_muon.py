@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrain.config.optimization import OptimizerConfig
 from torchtrain.errors import ConfigError
 from torchtrain.optim.build import build_optimizer
-from torchtrain.optim.matrix_exchange import Layout, plan_owners
+from torchtrain.optim.matrix_exchange import Layout, MatrixExchange, plan_owners
 from torchtrain.optim.muon import Muon
 from torchtrain.optim.newton_schulz import orthogonalize, orthogonalize_all
 from torchtrain.optim.schedule import set_lr
@@ -239,6 +241,51 @@ def test_replicas_share_the_owners_and_whole_experts_stay_where_they_are() -> No
 def test_ranks_without_a_row_own_nothing() -> None:
     owners = {matrix.owner for matrix in plan_owners([sharded_rows(2, 8, range(4))] * 6)}
     assert owners == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        {0: (slice(0, 1), slice(0, 4), slice(0, 6)), 1: (slice(0, 1), slice(5, 8), slice(0, 6))},
+        {0: (slice(0, 1), slice(0, 5), slice(0, 6)), 1: (slice(0, 1), slice(4, 8), slice(0, 6))},
+        {0: (slice(0, 1), slice(0, 8), slice(0, 3)), 1: (slice(0, 1), slice(0, 8), slice(0, 3))},
+        {0: (slice(0, 1), slice(0, 4), slice(0, 3)), 1: (slice(0, 1), slice(4, 8), slice(3, 6))},
+    ],
+    ids=["gap", "overlap", "twice", "half_a_grid"],
+)
+def test_pieces_that_do_not_tile_their_matrix_are_refused(boxes: dict) -> None:
+    with pytest.raises(AssertionError, match="do not make up"):
+        plan_owners([Layout((1, 8, 6), boxes, {0: (), 1: ()})])
+
+
+class CopiesBetweenDevices(TorchDispatchMode):
+    """Counts them, and lets meta stand for an accelerator that hands zeros back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        target = kwargs.get("device")
+        if func is torch.ops.aten._to_copy.default and target is not None and target != args[0].device:
+            self.counts[target.type] += 1
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=target)
+        return func(*args, **kwargs)
+
+
+def test_offloaded_matrices_travel_to_the_device_and_back_in_one_copy_each() -> None:
+    shapes = ((3, 4, 5), (1, 6, 7), (1, 5, 5))
+    layouts = [Layout((e, m, n), {0: (slice(0, e), slice(0, m), slice(0, n))}, {0: ()}) for e, m, n in shapes]
+    exchange = MatrixExchange(layouts, rank=0, group=None, dtype=torch.bfloat16, device=torch.device("meta"))
+    locals_ = [torch.randn(shape if shape[0] > 1 else shape[1:]) for shape in shapes]
+    with CopiesBetweenDevices() as copies:
+        wholes = exchange.gather(locals_)
+        updates = list(exchange.scatter(wholes, locals_))
+    assert {(whole.device.type, whole.dtype) for whole in wholes} == {("meta", torch.bfloat16)}
+    assert len(updates) == 5
+    assert all(update.device == target.device for _, target, update in updates)
+    assert copies.counts == {"meta": 1, "cpu": 1}
 
 
 def test_a_group_of_another_algorithm_and_a_vector_are_refused() -> None:
