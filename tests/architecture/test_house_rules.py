@@ -28,6 +28,7 @@ PRIVATE_TORCH = {
     "torchtrain/activation_checkpoint.py": "which attention ops selective checkpointing keeps",
     "torchtrain/checkpoint/safe_reader.py": "the records of a checkpoint's metadata",
     "torchtrain/distributed/collective_ops.py": "the group that a functional collective names",
+    "torchtrain/distributed/context_parallel/block_attention.py": "attention that also returns its log-denominator",
     "torchtrain/distributed/comm_trace.py": "the dispatch mode that sees every operator",
     "torchtrain/distributed/dtensor_internals.py": "which rows of a DTensor a rank owns",
     "torchtrain/distributed/fsdp2/param_group_internals.py": "split or flat parameter groups for comm fusion",

@@ -51,7 +51,8 @@ _DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 class CommVolume:
     """All collectives of one kind that one unit issues in one step, on every rank."""
 
-    unit: str
+    unit: str | None
+    """``None`` where no FSDP unit asks for them."""
     phase: str
     kind: str
     axis: str

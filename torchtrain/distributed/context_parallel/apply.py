@@ -1,0 +1,41 @@
+"""Installs context-parallel attention into a model."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtrain.config.parallel import CpMode
+from torchtrain.distributed.context_parallel.allgather import AllGatherCore
+from torchtrain.distributed.context_parallel.ring import RingCore
+from torchtrain.distributed.context_parallel.sequence_layout import resolve_sequence_layout
+from torchtrain.distributed.context_parallel.ulysses import UlyssesCore
+from torchtrain.nn.attention import Attention, AttentionCore, SDPACore
+
+
+def apply_context_parallel(model: nn.Module, mode: CpMode, cp_mesh: DeviceMesh) -> nn.Module:
+    """Replace the core of every attention layer in place.
+
+    The model must then be fed this rank's share of each sequence, as ``resolve_sequence_layout`` cuts it, with its
+    positions, and the document ids of the whole sequence.
+
+    Args:
+        model: A decoder, or one pipeline stage of it; heads may be one tensor-parallel rank's.
+        mode: ``accelerator.cp_mode``.
+        cp_mesh: The cp axis.
+    """
+    core = _build_core(mode, cp_mesh)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.core = core
+    return model
+
+
+def _build_core(mode: CpMode, cp_mesh: DeviceMesh) -> AttentionCore:
+    group = cp_mesh.get_group()
+    layout = resolve_sequence_layout(mode, cp_mesh.size(), cp_mesh.get_local_rank())
+    if mode == "ulysses":
+        return UlyssesCore(SDPACore(), group)
+    if mode == "allgather":
+        return AllGatherCore(SDPACore(), layout, group)
+    return RingCore(layout, group)

@@ -1,0 +1,181 @@
+"""Attention of some queries to some of the keys, and its gradients, in the form that partial results merge from.
+
+On the CPU by torch's fused kernel; elsewhere by plain matrix products in fp32, a few query rows at a time.
+
+Shape legend: B = batch, T = query tokens, E = key tokens, N = query heads, K = key/value heads, G = N / K, H = head
+dim, R = query rows at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MAX_SCORES = 1 << 25
+"""Scores that exist at a time without a fused kernel: 128 MiB of them in fp32, and as much again in backward."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Attention to some of the keys.
+
+    Shapes:
+        out_BNTH: Softmax over these keys, times their values; 0 where a row sees none.
+        lse_BNT: fp32, the log of the softmax's denominator; minus infinity where a row sees none.
+    """
+
+    out_BNTH: Tensor
+    lse_BNT: Tensor
+
+
+def attend_block(
+    q_BNTH: Tensor, k_BKEH: Tensor, v_BKEH: Tensor, *, mask_B1TE: Tensor | None, is_causal: bool
+) -> Partial:
+    """Attend from a block of queries to a block of keys.
+
+    Args:
+        q_BNTH: Queries.
+        k_BKEH: Keys; K divides N.
+        v_BKEH: Values.
+        mask_B1TE: True where attention is allowed; ``None`` allows all.
+        is_causal: T = E and no query sees a later key. Not together with a mask.
+
+    Numerics:
+        ``out`` has the dtype of the queries.
+    """
+    if q_BNTH.is_cpu:
+        bias = None if mask_B1TE is None else _as_bias(mask_B1TE, q_BNTH.dtype)
+        out_BNTH, lse_BNT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BNTH, k_BKEH, v_BKEH, 0.0, is_causal, attn_mask=bias
+        )
+        if mask_B1TE is not None:  # The kernel gives 0 for rows that see nothing.
+            lse_BNT = lse_BNT.masked_fill(~mask_B1TE.any(dim=-1), -math.inf)
+        return Partial(out_BNTH, lse_BNT)
+    return attend_block_plainly(q_BNTH, k_BKEH, v_BKEH, mask_B1TE=mask_B1TE, is_causal=is_causal)
+
+
+def differentiate_block(
+    grad_BNTH: Tensor,
+    q_BNTH: Tensor,
+    k_BKEH: Tensor,
+    v_BKEH: Tensor,
+    merged: Partial,
+    *,
+    mask_B1TE: Tensor | None,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what this block of keys adds to the gradients.
+
+    Args:
+        grad_BNTH: Gradient of the merged output.
+        q_BNTH: Queries.
+        k_BKEH: Keys.
+        v_BKEH: Values.
+        merged: Output and log-denominator over *all* keys that the queries see, not only over this block.
+        mask_B1TE: As in ``attend_block``.
+        is_causal: As in ``attend_block``.
+
+    Returns:
+        This block's part of the queries' gradient, and the gradients of its keys and values.
+    """
+    if q_BNTH.is_cpu:
+        bias = None if mask_B1TE is None else _as_bias(mask_B1TE, q_BNTH.dtype)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_BNTH, q_BNTH, k_BKEH, v_BKEH, merged.out_BNTH, merged.lse_BNT, 0.0, is_causal, attn_mask=bias
+        )
+    return differentiate_block_plainly(
+        grad_BNTH, q_BNTH, k_BKEH, v_BKEH, merged, mask_B1TE=mask_B1TE, is_causal=is_causal
+    )
+
+
+def merge(first: Partial, second: Partial) -> Partial:
+    """Combine attention to two disjoint sets of keys; of each row at least one must be seen in ``first``.
+
+    Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", section 3.1.
+
+    Numerics:
+        In fp32, and so is the result.
+    """
+    lse_BNT = torch.logaddexp(first.lse_BNT, second.lse_BNT)
+    first_BNT1, second_BNT1 = ((part.lse_BNT - lse_BNT).exp()[..., None] for part in (first, second))
+    return Partial(first.out_BNTH.float() * first_BNT1 + second.out_BNTH.float() * second_BNT1, lse_BNT)
+
+
+def attend_block_plainly(
+    q_BNTH: Tensor, k_BKEH: Tensor, v_BKEH: Tensor, *, mask_B1TE: Tensor | None, is_causal: bool
+) -> Partial:
+    """Do what ``attend_block`` does by matrix products, on any device."""
+    outs, lses = [], []
+    v_BKEH_fp32 = v_BKEH.float()
+    for rows in _row_slices(q_BNTH, k_BKEH):
+        scores_BKGRE = _scores(q_BNTH, k_BKEH, rows, mask_B1TE=mask_B1TE, is_causal=is_causal)
+        lse_BKGR = scores_BKGRE.logsumexp(dim=-1)
+        probabilities_BKGRE = scores_BKGRE.sub_(_finite(lse_BKGR)[..., None]).exp_()
+        outs.append(torch.einsum("bkgre,bkeh->bkgrh", probabilities_BKGRE, v_BKEH_fp32).flatten(1, 2))
+        lses.append(lse_BKGR.flatten(1, 2))
+    return Partial(torch.cat(outs, dim=2).to(q_BNTH.dtype), torch.cat(lses, dim=2))
+
+
+def differentiate_block_plainly(
+    grad_BNTH: Tensor,
+    q_BNTH: Tensor,
+    k_BKEH: Tensor,
+    v_BKEH: Tensor,
+    merged: Partial,
+    *,
+    mask_B1TE: Tensor | None,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what ``differentiate_block`` does by matrix products, on any device.
+
+    Source: Dao et al. 2022, "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", appendix
+    B.2.
+    """
+    k_fp32, v_fp32 = k_BKEH.float(), v_BKEH.float()
+    grad_k_BKEH, grad_v_BKEH = torch.zeros_like(k_fp32), torch.zeros_like(v_fp32)
+    groups = (k_BKEH.shape[1], -1)
+    scale, grads_q = q_BNTH.shape[-1] ** -0.5, []
+    delta_BNT = (grad_BNTH.float() * merged.out_BNTH.float()).sum(dim=-1)
+    for rows in _row_slices(q_BNTH, k_BKEH):
+        q_BKGRH = q_BNTH[:, :, rows].float().unflatten(1, groups)
+        grad_BKGRH = grad_BNTH[:, :, rows].float().unflatten(1, groups)
+        lse_BKGR1 = _finite(merged.lse_BNT[:, :, rows]).unflatten(1, groups)[..., None]
+        scores_BKGRE = _scores(q_BNTH, k_BKEH, rows, mask_B1TE=mask_B1TE, is_causal=is_causal)
+        p_BKGRE = scores_BKGRE.sub_(lse_BKGR1).exp_()
+        grad_v_BKEH += torch.einsum("bkgre,bkgrh->bkeh", p_BKGRE, grad_BKGRH)
+        grad_p_BKGRE = torch.einsum("bkgrh,bkeh->bkgre", grad_BKGRH, v_fp32)
+        delta_BKGR1 = delta_BNT[:, :, rows].unflatten(1, groups)[..., None]
+        grad_s_BKGRE = grad_p_BKGRE.sub_(delta_BKGR1).mul_(p_BKGRE).mul_(scale)
+        grads_q.append(torch.einsum("bkgre,bkeh->bkgrh", grad_s_BKGRE, k_fp32).flatten(1, 2))
+        grad_k_BKEH += torch.einsum("bkgre,bkgrh->bkeh", grad_s_BKGRE, q_BKGRH)
+    return torch.cat(grads_q, dim=2), grad_k_BKEH, grad_v_BKEH
+
+
+def _scores(q_BNTH: Tensor, k_BKEH: Tensor, rows: slice, *, mask_B1TE: Tensor | None, is_causal: bool) -> Tensor:
+    q_BKGRH = q_BNTH[:, :, rows].float().unflatten(1, (k_BKEH.shape[1], -1))
+    scores_BKGRE = torch.einsum("bkgrh,bkeh->bkgre", q_BKGRH, k_BKEH.float()).mul_(q_BNTH.shape[-1] ** -0.5)
+    if mask_B1TE is not None:
+        return scores_BKGRE.masked_fill_(~mask_B1TE[:, None, :, rows], -math.inf)
+    if is_causal:
+        places_E = torch.arange(k_BKEH.shape[2], device=k_BKEH.device)
+        return scores_BKGRE.masked_fill_(places_E > places_E[rows, None], -math.inf)
+    return scores_BKGRE
+
+
+def _row_slices(q_BNTH: Tensor, k_BKEH: Tensor) -> Iterator[slice]:
+    size_B, size_N, size_T, _ = q_BNTH.shape
+    size_R = max(1, _MAX_SCORES // (size_B * size_N * k_BKEH.shape[2]))
+    yield from (slice(start, start + size_R) for start in range(0, size_T, size_R))
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Subtracting minus infinity from itself is no number; a row that sees nothing has no probabilities either way."""
+    return lse.clamp_min(torch.finfo(lse.dtype).min)
+
+
+def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
