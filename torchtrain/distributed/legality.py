@@ -6,11 +6,13 @@ file under ``UNSUPPORTED``. Imports no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torchtrain.config.job import Job
+from torchtrain.config.rules import nearest_multiples
 from torchtrain.errors import Fault
 
 Technique = Literal[
@@ -53,7 +55,66 @@ class Rule:
     """Yields nothing where the technique is not in use."""
 
 
-RULES: tuple[Rule, ...] = ()
+def _check_context_parallel_length(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
+    sizes, seq_len = job.accelerator, job.training.seq_len
+    factors = {"accelerator.cp_size": sizes.cp_size}
+    if sizes.cp_mode == "ring":
+        factors = {"2": 2, **factors}
+    if sizes.sequence_parallel:
+        factors["accelerator.tp_size"] = sizes.tp_size
+    multiple = math.prod(factors.values())
+    if seq_len % multiple:
+        yield Fault(
+            "training.seq_len",
+            seq_len,
+            f"must be a multiple of {' x '.join(factors)} = {multiple} with accelerator.cp_mode: {sizes.cp_mode}",
+            f"use {nearest_multiples(seq_len, of=multiple)}",
+        )
+
+
+def _check_ulysses_heads(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
+    sizes = job.accelerator
+    heads = {name: getattr(architecture, name) for name in ("num_attention_heads", "num_key_value_heads")}
+    if any(number % sizes.tp_size for number in heads.values()):
+        return  # tensor parallelism says so
+    local = {name: number // sizes.tp_size for name, number in heads.items()}
+    queries, keys = local.values()
+
+    def is_legal(cp_size: int) -> bool:
+        return queries % cp_size == 0 and (keys < cp_size or keys % cp_size == 0)
+
+    if is_legal(sizes.cp_size):
+        return
+    name = "num_attention_heads" if queries % sizes.cp_size else "num_key_value_heads"
+    share = f" / accelerator.tp_size = {local[name]}" if sizes.tp_size > 1 else ""
+    legal = [size for size in range(2, queries + 1) if is_legal(size)]
+    below = [size for size in legal if size < sizes.cp_size][-1:]
+    above = [size for size in legal if size > sizes.cp_size][:1]
+    use = f"use {' or '.join(map(str, below + above))}, or " if legal else ""
+    yield Fault(
+        "accelerator.cp_size",
+        sizes.cp_size,
+        f"must divide {name} = {heads[name]}{share} with accelerator.cp_mode: ulysses",
+        f"{use}set accelerator.cp_mode to allgather or ring, which take any number of heads",
+    )
+
+
+_LENGTH = "seq_len is a multiple of cp_size, with sequence_parallel of cp_size x tp_size"
+
+RULES: tuple[Rule, ...] = (
+    Rule("context parallel, ulysses", _LENGTH, _check_context_parallel_length),
+    Rule(
+        "context parallel, ulysses",
+        "cp_size divides num_attention_heads / tp_size, and num_key_value_heads / tp_size unless those are fewer",
+        _check_ulysses_heads,
+    ),
+    Rule("context parallel, allgather", _LENGTH, _check_context_parallel_length),
+    Rule(
+        "context parallel, ring",
+        "seq_len is a multiple of 2 x cp_size, with sequence_parallel of 2 x cp_size x tp_size",
+        _check_context_parallel_length,
+    ),
+)
 """Every condition; a technique adds its own."""
 
 

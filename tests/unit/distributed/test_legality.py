@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from models.registry import resolve_architecture
 from torchtrain.config.load import read_job
 from torchtrain.distributed.legality import find_legality_faults, techniques_in_use
@@ -28,3 +30,56 @@ def test_a_technique_that_is_not_in_use_is_not_held_against_a_job() -> None:
 def test_techniques_are_read_off_the_sizes() -> None:
     job = read_job(None, ["accelerator={tp_size: 2, cp_size: 2, cp_mode: ring, sequence_parallel: true}"]).job
     assert list(techniques_in_use(job)) == ["tensor parallel", "sequence parallel", "context parallel, ring"]
+
+
+HEADS = "model.overrides={num_attention_heads: 12, num_key_value_heads: 6, head_dim: 8}"
+
+
+def context_parallel_faults(mode: str, cp_size: int, *overrides: str) -> list[Fault]:
+    return faults_of(f"accelerator.cp_mode={mode}", f"accelerator.cp_size={cp_size}", HEADS, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("mode", "multiple", "overrides"),
+    [
+        ("ulysses", 2, ()),
+        ("allgather", 2, ()),
+        ("ring", 4, ()),
+        ("ring", 8, ("accelerator.tp_size=2", "accelerator.sequence_parallel=true")),
+    ],
+)
+def test_length_that_context_parallel_ranks_cannot_share_names_the_nearest_ones(
+    mode: str, multiple: int, overrides: tuple[str, ...]
+) -> None:
+    (fault,) = [
+        fault for fault in context_parallel_faults(mode, 2, *overrides, "training.seq_len=101") if mode in fault.rule
+    ]
+    assert fault.path == "training.seq_len"
+    assert f"= {multiple} " in fault.rule
+    below = 101 // multiple * multiple
+    assert fault.fix == f"use {below} or {below + multiple}"
+    assert context_parallel_faults(mode, 2, *overrides, f"training.seq_len={below}") == []
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "overrides", "name", "fix"),
+    [
+        (5, (), "num_attention_heads = 12 ", "use 3 or 6, or "),
+        (4, (), "num_key_value_heads = 6 ", "use 3 or 6, or "),
+        (2, ("accelerator.tp_size=2",), "num_key_value_heads = 6 / accelerator.tp_size = 3 ", "use 3 or 6, or "),
+    ],
+)
+def test_heads_that_ulysses_cannot_share_are_refused_with_another_size_or_mode(
+    cp_size: int, overrides: tuple[str, ...], name: str, fix: str
+) -> None:
+    length = f"training.seq_len={cp_size * 8}"
+    (fault,) = context_parallel_faults("ulysses", cp_size, length, *overrides)
+    assert fault.path == "accelerator.cp_size"
+    assert f"must divide {name}" in fault.rule
+    assert fault.fix.startswith(f"{fix}set accelerator.cp_mode to allgather or ring")
+    assert context_parallel_faults("ring", cp_size, length, *overrides) == []
+
+
+@pytest.mark.parametrize("cp_size", [2, 3, 6, 12])
+def test_fewer_key_value_heads_than_ranks_are_legal(cp_size: int) -> None:
+    assert context_parallel_faults("ulysses", cp_size, f"training.seq_len={cp_size * 8}") == []
