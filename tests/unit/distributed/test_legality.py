@@ -66,7 +66,7 @@ def test_length_that_context_parallel_ranks_cannot_share_names_the_nearest_ones(
     [
         (5, (), "num_attention_heads = 12 ", "use 3 or 6, or "),
         (4, (), "num_key_value_heads = 6 ", "use 3 or 6, or "),
-        (2, ("accelerator.tp_size=2",), "num_key_value_heads = 6 / accelerator.tp_size = 3 ", "use 3 or 6, or "),
+        (2, ("accelerator.tp_size=2",), "num_key_value_heads = 6 / accelerator.tp_size = 3 ", "use 3, or "),
     ],
 )
 def test_heads_that_ulysses_cannot_share_are_refused_with_another_size_or_mode(
