@@ -15,7 +15,13 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
-def global_gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device, *, p: float = 2.0) -> Tensor:
+def global_gradient_norm(
+    parameters: Iterable[nn.Parameter],
+    device: torch.device,
+    *,
+    p: float = 2.0,
+    pp_group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Compute the p-norm of the whole model's gradient.
 
     Gradients are grouped by the process groups that hold pieces of them; each group adds up its p-th powers with one
@@ -25,6 +31,7 @@ def global_gradient_norm(parameters: Iterable[nn.Parameter], device: torch.devic
         parameters: Parameters whose gradients are reduced already; those without a gradient count as zero.
         device: Where the result lives.
         p: Order of the norm, finite.
+        pp_group: One rank of each pipeline stage: their sums are added last, as stages hold different parameters.
 
     Returns:
         0-d fp32 tensor, equal on all ranks; not synchronised with the host.
@@ -45,6 +52,8 @@ def global_gradient_norm(parameters: Iterable[nn.Parameter], device: torch.devic
         for group in groups:
             dist.all_reduce(power, group=group)
         total += power
+    if pp_group is not None:
+        dist.all_reduce(total, group=pp_group)
     return total.pow(1.0 / p)
 
 

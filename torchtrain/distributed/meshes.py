@@ -62,6 +62,11 @@ class Meshes:
         return self.device_mesh["cp"].get_local_rank()
 
     @property
+    def pp_group(self) -> ProcessGroup | None:
+        """One rank of each stage, this one among them; None without pp."""
+        return None if self.pp_mesh is None else self.pp_mesh.get_group()
+
+    @property
     def pp_rank(self) -> int:
         """Which stage of the pipeline this rank is in."""
         return 0 if self.pp_mesh is None else self.pp_mesh.get_local_rank()

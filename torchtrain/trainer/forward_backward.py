@@ -20,6 +20,7 @@ from torchtrain.distributed.fsdp2.accumulation import set_micro_batch_policy
 from torchtrain.distributed.meshes import Meshes
 from torchtrain.tasks.pretrain import PretrainTask
 from torchtrain.trainer.losses_by_source import LossSums
+from torchtrain.trainer.pipeline_loop import PipelineLoop
 from torchtrain.trainer.precision import ComputePrecision
 from torchtrain.trainer.run import RankModel
 from torchtrain.trainer.sequence_shard import SequenceShard, plan_sequence_shard
@@ -104,6 +105,9 @@ def build_forward_backward(
     job: Job, model: RankModel, *, task: PretrainTask, meshes: Meshes, precision: ComputePrecision
 ) -> ForwardBackward:
     """Build the way that the job's topology asks for."""
+    if meshes.pp_mesh is not None:
+        shard = plan_sequence_shard(job, meshes)
+        return PipelineLoop(job, model.chunks, meshes=meshes, precision=precision, shard=shard)
     return MicroBatchLoop(
         model.module,
         task=task,

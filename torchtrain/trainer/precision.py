@@ -18,14 +18,14 @@ class ComputePrecision:
 
     def __init__(self, config: MixPrecisionConfig, device: torch.device, *, has_fsdp_domain: bool) -> None:
         self._device_type = device.type
-        self._autocast_dtype: torch.dtype | None = None
+        self.autocast_dtype: torch.dtype | None = None
         if has_fsdp_domain or config.param_dtype in (None, "float32"):
             return
-        self._autocast_dtype = torch.bfloat16 if config.param_dtype == "bfloat16" else torch.float16
+        self.autocast_dtype = torch.bfloat16 if config.param_dtype == "bfloat16" else torch.float16
         logger.info(f"no FSDP domain: param_dtype {config.param_dtype} is honoured by autocast")
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """A fresh context for one forward pass."""
-        if self._autocast_dtype is None:
+        if self.autocast_dtype is None:
             return nullcontext()
-        return torch.autocast(self._device_type, dtype=self._autocast_dtype)
+        return torch.autocast(self._device_type, dtype=self.autocast_dtype)

@@ -22,7 +22,7 @@ from torchtrain.distributed.fsdp2.replicate import ShardPlacementResult, build_w
 from torchtrain.distributed.fsdp2.shard_plan import ROOT, MeshName, ShardedParameter, ShardPlan, ShardUnit
 from torchtrain.distributed.fsdp2.shared_parameters import held_by_root
 from torchtrain.distributed.fsdp2.source_layout import SourceLayout, aliases_by_parameter, check_source_layouts
-from torchtrain.distributed.fsdp2.units import plan_shards
+from torchtrain.distributed.fsdp2.units import plan_shards, plan_stage_shards
 from torchtrain.distributed.meshes import Meshes
 from torchtrain.runtime.logging import get_logger
 
@@ -49,6 +49,10 @@ class FSDP2Manager:
         """
         return plan_shards(model, self._config, self._meshes.topology, source_layouts or {})
 
+    def plan_stage(self, whole: ShardPlan, stage: nn.Module) -> ShardPlan:
+        """Cut the plan of a whole model down to one pipeline stage of it; see `plan_stage_shards`."""
+        return plan_stage_shards(whole, stage, self._config)
+
     def parallelize(self, model: nn.Module, plan: ShardPlan) -> nn.Module:
         """Wrap the units of ``plan``, the deepest first and the root last, in place.
 
@@ -58,8 +62,10 @@ class FSDP2Manager:
         Raises:
             ConfigError: A parameter is not laid out as the plan was told.
 
-        Collective: every rank of the stage.
+        Collective: every rank of the stage; the whole world, once per mesh, where the model keeps parameters whole.
         """
+        for mesh in plan.whole_on:
+            self._whole_placement(mesh)
         parameters = [parameter for unit in plan.units for parameter in unit.parameters]
         check_source_layouts(model, {parameter.fqn: parameter.source for parameter in parameters})
         planned = {id(model.get_parameter(parameter.fqn)): parameter for parameter in parameters}
@@ -99,7 +105,10 @@ class FSDP2Manager:
         set_sum_reduction(fsdp_module(model, unit.fqn), unit.gradient_divisor)
 
     def _whole_placement(self, mesh: MeshName) -> ShardPlacementResult:
-        """Built once per mesh: torch compares these by identity."""
+        """Built once per mesh, as torch compares these by identity.
+
+        Collective: the whole world, the first time.
+        """
         if mesh not in self._whole_placements:
             self._whole_placements[mesh] = build_whole_placement(self._meshes.of_units(mesh))
         return self._whole_placements[mesh]

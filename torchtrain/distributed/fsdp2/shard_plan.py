@@ -66,6 +66,8 @@ class ShardPlan:
     """Name and size of each axis of each mesh in use."""
     num_blocks: int
     """Transformer blocks among the units."""
+    whole_on: tuple[MeshName, ...] = ()
+    """Meshes on which some parameter of the whole model is kept whole, be it on another pipeline stage."""
 
     def describe(self) -> str:
         """One line for the log: how many blocks are wrapped, on which meshes."""

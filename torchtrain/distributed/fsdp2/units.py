@@ -6,6 +6,7 @@ Pure: reads names, shapes and stated layouts of a model; a meta-device one will 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 
@@ -60,7 +61,45 @@ def plan_shards(
         )
         for fqn, parameters in owned.items()
     )
-    return ShardPlan(units, _mesh_axes(topology, has_experts=bool(expert_fqns)), num_blocks=len(block_fqns))
+    return ShardPlan(
+        units,
+        _mesh_axes(topology, has_experts=bool(expert_fqns)),
+        num_blocks=len(block_fqns),
+        whole_on=tuple(sorted({unit.mesh for unit in units if any(p.is_replicated for p in unit.parameters)})),
+    )
+
+
+def plan_stage_shards(whole: ShardPlan, stage: nn.Module, config: FSDP2Config) -> ShardPlan:
+    """Take the units of one pipeline stage out of the plan of the whole model.
+
+    Parameters stay gathered from the first micro-batch of a step to the last, so no unit reshards after forward:
+    interleaved micro-batches would gather the same layers again and again.
+
+    Args:
+        whole: Plan of the model before it was split.
+        stage: The stage, any device; its root holds what no block of it owns.
+        config: Section ``fsdp_config``.
+    """
+    here = {fqn for fqn, _ in stage.named_parameters()}
+    kept = {
+        unit.fqn: tuple(parameter for parameter in unit.parameters if parameter.fqn in here) for unit in whole.units
+    }
+    fqns = [fqn for fqn, parameters in kept.items() if fqn != ROOT and parameters]
+    forward = plan_prefetch((ROOT, *fqns), config.forward_prefetch_depth)
+    backward = plan_prefetch(tuple(reversed(fqns)), config.backward_prefetch_depth, first=ROOT)
+    units = tuple(
+        replace(
+            unit,
+            parameters=kept[unit.fqn],
+            reshard_after_forward=False,
+            forward_prefetch=forward[unit.fqn],
+            backward_prefetch=backward[unit.fqn],
+        )
+        for unit in whole.units
+        if unit.fqn in (ROOT, *fqns)
+    )
+    blocks = [fqn for fqn in fqns if isinstance(stage.get_submodule(fqn), DecoderBlock)]
+    return replace(whole, units=units, num_blocks=len(blocks))
 
 
 def _mesh_axes(topology: Topology, *, has_experts: bool) -> dict[MeshName, tuple[tuple[str, int], ...]]:
