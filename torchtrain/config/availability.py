@@ -29,17 +29,11 @@ def _is_one(size: int | None) -> bool:
     return size is None or size <= 1  # sizes below 1 are another rule's fault
 
 
-def _is_off(value: object) -> bool:
-    return not value
-
-
 NOT_YET = (
-    Unavailable("accelerator.tp_size", "tensor parallelism", _is_one, "1"),
     Unavailable("accelerator.cp_size", "context parallelism", _is_one, "1"),
     Unavailable("accelerator.ep_size", "expert parallelism", _is_one, "1"),
     Unavailable("accelerator.pp_size", "pipeline parallelism", _is_one, "1"),
-    Unavailable("accelerator.sequence_parallel", "sequence parallelism", _is_off, "false"),
-    Unavailable("accelerator.loss_parallel", "loss parallelism", _is_off, "false"),
+    Unavailable("task.name", "supervised fine-tuning", lambda name: name == "pretrain", "pretrain"),
     Unavailable("dist_config.name", "the plugin fsdpturbo", lambda name: name == "fsdp2", "fsdp2"),
     Unavailable("dist_config.ep_dispatcher", "any other expert dispatcher", lambda name: name == "eager", "eager"),
     Unavailable("kernel_config.name", "kernel plugins", lambda names: names.strip() == "auto", "auto"),

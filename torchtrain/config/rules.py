@@ -35,6 +35,7 @@ _AT_LEAST_ONE = (
     *_SIZES,
     "training.steps",
     "training.seq_len",
+    "training.loss_chunk_size",
     "accelerator.pp_micro_batch_size",
     "activation_checkpoint.every_n_blocks",
     "task.eval_sequences",

@@ -20,6 +20,8 @@ class TrainingConfig(Section):
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: int = 1
     """Sequences per rank and micro-batch."""
+    loss_chunk_size: int | None = None
+    """Tokens of a micro-batch whose logits exist at a time, computed again in backward; null keeps those of all."""
     max_grad_norm: float | None = 1.0
     """Clip the global gradient norm to this; null does not clip (the norm is still reported)."""
     seed: int = 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torchtrain.config.job import Job
-from torchtrain.config.rules import nearest_multiples
+from torchtrain.config.rules import nearest_divisors, nearest_multiples
 from torchtrain.errors import Fault
 
 Technique = Literal[
@@ -53,6 +53,50 @@ class Rule:
     """For the table, as a claim: "num_attention_heads divides by tp_size"."""
     find_faults: Callable[[DecoderSizes, Job], Iterator[Fault]]
     """Yields nothing where the technique is not in use."""
+
+
+_SPLIT_BY_TP = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+def _check_tensor_parallel_sizes(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
+    tp_size = job.accelerator.tp_size
+    sizes = {name: getattr(architecture, name) for name in _SPLIT_BY_TP}
+    uneven = [f"{name} = {size}" for name, size in sizes.items() if size % tp_size]
+    if uneven:
+        legal = nearest_divisors(tp_size, of=math.gcd(*sizes.values()))
+        yield Fault("accelerator.tp_size", tp_size, f"must divide {' and '.join(uneven)}", f"use {legal}")
+
+
+def _check_vocabulary_shards(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
+    tp_size, vocab_size = job.accelerator.tp_size, architecture.vocab_size
+
+    def leaves_none_empty(size: int) -> bool:
+        return math.ceil(vocab_size / size) * (size - 1) < vocab_size
+
+    if not leaves_none_empty(tp_size):
+        legal = next(size for size in range(tp_size - 1, 0, -1) if leaves_none_empty(size))
+        rule = (
+            f"must leave every rank a part of vocab_size = {vocab_size}, in parts of {math.ceil(vocab_size / tp_size)}"
+        )
+        yield Fault("accelerator.tp_size", tp_size, rule, f"use {legal}")
+
+
+def _check_chunks_of_gathered_logits(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
+    chunk_size = job.training.loss_chunk_size
+    if chunk_size is not None and not job.accelerator.loss_parallel:
+        rule = "needs accelerator.loss_parallel with accelerator.tp_size > 1, which otherwise gathers all logits"
+        yield Fault("training.loss_chunk_size", chunk_size, rule, "set accelerator.loss_parallel: true")
+
+
+def _check_sequence_parallel_length(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
+    sizes, seq_len = job.accelerator, job.training.seq_len
+    if sizes.cp_size == 1 and seq_len % sizes.tp_size:  # with context parallel, its own rule speaks for both
+        yield Fault(
+            "training.seq_len",
+            seq_len,
+            f"must be a multiple of accelerator.tp_size = {sizes.tp_size} with accelerator.sequence_parallel",
+            f"use {nearest_multiples(seq_len, of=sizes.tp_size)}",
+        )
 
 
 def _check_context_parallel_length(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
@@ -102,6 +146,18 @@ def _check_ulysses_heads(architecture: DecoderSizes, job: Job) -> Iterator[Fault
 _LENGTH = "seq_len is a multiple of cp_size, with sequence_parallel of cp_size x tp_size"
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        "tensor parallel",
+        "tp_size divides num_attention_heads, num_key_value_heads and intermediate_size",
+        _check_tensor_parallel_sizes,
+    ),
+    Rule("tensor parallel", "every rank gets a part of vocab_size, even or not", _check_vocabulary_shards),
+    Rule("tensor parallel", "loss_chunk_size needs loss_parallel", _check_chunks_of_gathered_logits),
+    Rule(
+        "sequence parallel",
+        "seq_len is a multiple of tp_size, with context parallel of what that says",
+        _check_sequence_parallel_length,
+    ),
     Rule("context parallel, ulysses", _LENGTH, _check_context_parallel_length),
     Rule(
         "context parallel, ulysses",

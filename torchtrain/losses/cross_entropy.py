@@ -24,7 +24,8 @@ def token_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     flat_losses = F.cross_entropy(
         logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )
-    return flat_losses.view_as(labels_BT)
+    # A copy, not a view: FSDP hooks the output of a forward and warns about views, which its hook may not survive.
+    return flat_losses.view_as(labels_BT).clone()
 
 
 class LogitsLoss:

@@ -82,7 +82,8 @@ def linear_token_losses(
         dtype = torch.get_autocast_dtype(x_BTD.device.type)
         x_BTD, weight_VD = x_BTD.to(dtype), weight_VD.to(dtype)
     losses_N = _LinearTokenLosses.apply(x_BTD.flatten(0, 1), weight_VD, labels_BT.flatten(), chunk_size, shard)
-    return cast(Tensor, losses_N).view_as(labels_BT)
+    # A copy for the reason that ``token_losses`` has.
+    return cast(Tensor, losses_N).view_as(labels_BT).clone()
 
 
 class _LinearTokenLosses(torch.autograd.Function):

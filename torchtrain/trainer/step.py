@@ -25,6 +25,7 @@ from torchtrain.distributed.gradient_norm import (
     scale_gradients,
 )
 from torchtrain.distributed.meshes import Meshes
+from torchtrain.distributed.tensor_parallel.partial_gradients import sum_partial_gradients
 from torchtrain.errors import NonFiniteError
 from torchtrain.optim.loss_scaler import LossScaler
 from torchtrain.trainer.forward_backward import ForwardBackward
@@ -102,6 +103,7 @@ class TrainStep:
         sums = LossSums(self._source_names, self._meshes.device)
         factor = (self._scaler.scale if self._scaler else 1.0) / num_valid_tokens
         self._forward_backward.train(micro_batches, factor, sums)
+        sum_partial_gradients(self._model, self._meshes.fsdp_non_moe_mesh["tp"])
         return sums
 
     def _update(self, parameters: Sequence[nn.Parameter], norm: torch.Tensor, scale: float) -> None:

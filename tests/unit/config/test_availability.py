@@ -6,12 +6,10 @@ from torchtrain.config.availability import NOT_YET, find_unavailable
 from torchtrain.config.load import read_job
 
 ASKS = [
-    "accelerator.tp_size=2",
     "accelerator.cp_size=2",
     "accelerator.ep_size=2",
     "accelerator.pp_size=2",
-    "accelerator.sequence_parallel=true",
-    "accelerator.loss_parallel=true",
+    "task.name=sft",
     "dist_config.name=fsdpturbo",
     "dist_config.ep_dispatcher=fused",
     "kernel_config.name=auto, flash-linear-attention",
