@@ -87,7 +87,9 @@ def train_on_this_rank(overrides: tuple[str, ...]) -> Outcome:
     optimizer.register_step_pre_hook(lambda *_: outcome.gradients.append(whole_gradients(model)))
     training = job.training
     for index in range(NUM_STEPS):
-        whole = make_global_batch(index, training.global_batch_size, training.seq_len)
+        whole = make_global_batch(
+            index, training.global_batch_size, training.seq_len, document_aware=job.dataset.document_aware
+        )
         micro_batches = split_batch(whole, meshes.dp_rank, topology.dp_size, training.micro_batch_size)
         result = step.run(index + 1, micro_batches, whole.num_valid_tokens())
         outcome.losses.append(result.loss)
@@ -115,8 +117,11 @@ def build_train_step(
     )
 
 
-def make_global_batch(step: int, num_sequences: int, seq_len: int) -> Batch:
-    """Draw packed sequences with ragged label masks: ranks get unequal numbers of valid labels, one sequence none."""
+def make_global_batch(step: int, num_sequences: int, seq_len: int, *, document_aware: bool = True) -> Batch:
+    """Draw sequences with ragged label masks: ranks get unequal numbers of valid labels, one sequence none.
+
+    Documents are packed, or, where the job is not aware of them, each sequence is one plain causal stream.
+    """
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(VOCAB_SIZE, (num_sequences, seq_len + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -131,8 +136,8 @@ def make_global_batch(step: int, num_sequences: int, seq_len: int) -> Batch:
     return Batch(
         input_ids_BT=tokens[:, :-1],
         labels_BT=labels,
-        positions_BT=columns - first_column,
-        document_ids_BT=documents.int(),
+        positions_BT=columns - first_column if document_aware else columns,
+        document_ids_BT=documents.int() if document_aware else None,
         source_ids_B=torch.zeros(num_sequences, dtype=torch.long),
     )
 
@@ -163,5 +168,5 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def _rows(whole: Batch, rows: slice) -> Batch:
-    fields: dict[str, Any] = {name: value[rows] for name, value in vars(whole).items()}
+    fields: dict[str, Any] = {name: None if value is None else value[rows] for name, value in vars(whole).items()}
     return Batch(**fields)

@@ -30,9 +30,7 @@ def _is_one(size: int | None) -> bool:
 
 
 NOT_YET = (
-    Unavailable("accelerator.cp_size", "context parallelism", _is_one, "1"),
     Unavailable("accelerator.ep_size", "expert parallelism", _is_one, "1"),
-    Unavailable("accelerator.pp_size", "pipeline parallelism", _is_one, "1"),
     Unavailable("task.name", "supervised fine-tuning", lambda name: name == "pretrain", "pretrain"),
     Unavailable("dist_config.name", "the plugin fsdpturbo", lambda name: name == "fsdp2", "fsdp2"),
     Unavailable("dist_config.ep_dispatcher", "any other expert dispatcher", lambda name: name == "eager", "eager"),

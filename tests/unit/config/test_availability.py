@@ -6,9 +6,7 @@ from torchtrain.config.availability import NOT_YET, find_unavailable
 from torchtrain.config.load import read_job
 
 ASKS = [
-    "accelerator.cp_size=2",
     "accelerator.ep_size=2",
-    "accelerator.pp_size=2",
     "task.name=sft",
     "dist_config.name=fsdpturbo",
     "dist_config.ep_dispatcher=fused",

@@ -191,10 +191,14 @@ class _RingAttention(torch.autograd.Function):
             travelling_2BKTH = torch.zeros_like(own_2BKTH) if passing_grads is None else passing_grads.wait()
             travelling_2BKTH[:, :, :, block.keys] += torch.stack((grad_k, grad_v))
             passing_grads = ring.pass_on(travelling_2BKTH)
-        if passing_grads is not None:
-            own_2BKTH += passing_grads.wait()
-        grad_k_BKTH, grad_v_BKTH = own_2BKTH.to(k_BKTH.dtype).unbind(0)
+        whole_2BKTH = own_2BKTH if passing_grads is None else _bring_home(own_2BKTH, passing_grads)
+        grad_k_BKTH, grad_v_BKTH = whole_2BKTH.to(k_BKTH.dtype).unbind(0)
         return grad_q_BNTH.to(q_BNTH.dtype), grad_k_BKTH, grad_v_BKTH, None, None
+
+
+def _bring_home(own_2BKTH: Tensor, passing: Passing) -> Tensor:
+    """Add what the other ranks found for this rank's keys and values, which the last hop brings."""
+    return own_2BKTH + passing.wait()
 
 
 def _merge_rows(merged: Partial, part: Partial, rows: slice) -> Partial:
