@@ -28,6 +28,7 @@ from torchtrain.optim.parameter_groups import (
     group_by_decay,
     group_for_muon,
     names_of_trainable,
+    split_by_mesh,
 )
 from torchtrain.runtime.device import has_fused_adamw
 
@@ -68,6 +69,7 @@ def build_optimizer(
     groups = group_by_decay(trainable, config.no_decay, has_decay=names is None or "weight_decay" in names)
     if is_muon:
         groups = group_for_muon(groups, trainable, **grouping, lr=config.lr)
+    groups = split_by_mesh(groups)
     build = partial(optimizer_class, **arguments)
     try:
         return MainParamOptimizer(groups, build) if config.fp32_main_params else build(groups)

@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from torchtrain.config.nearest import nearest_name
 from torchtrain.errors import Fault
@@ -84,6 +86,22 @@ def group_for_muon(
         adamw_group = {**group, "params": [p for p in group["params"] if p in adamw], "algorithm": "adamw", **rate}
         split += [muon_group, adamw_group]
     return [group for group in split if group["params"]]
+
+
+def split_by_mesh(groups: Sequence[Group]) -> list[Group]:
+    """Split each group into one per device mesh, with the same hyperparameters.
+
+    With tensor parallelism parameters lie on meshes with and without the tp axis, and torch's kernels for many tensors
+    take those of one mesh in a call.
+    """
+    split = []
+    for group in groups:
+        by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter)
+        split += [{**group, "params": parameters} for parameters in by_mesh.values()]
+    return split
 
 
 def find_muon_faults(
