@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tests.distributed.stored_run import StoredRun
 from torchtrain.checkpoint.safe_reader import read_metadata
-from torchtrain.distributed.fsdp2.main_grad import apply_main_grad
+from torchtrain.distributed.fsdp2.main_grad import apply_main_grad, keep_gradients_in_fp32
 from torchtrain.errors import CheckpointError
 from torchtrain.testing.compare import relative_error
 from torchtrain.testing.ranks import run_ranks
@@ -193,18 +193,30 @@ def reduce_a_bf16_unit() -> list[tuple[torch.dtype, torch.dtype]]:
     assert isinstance(model, FSDPModule)
     apply_main_grad(model)
     dtypes = []
-    for _ in range(2):
+    for _ in range(3):
         model(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
         # An operation on the gradient goes by the dtype that its DTensor claims.
         dtypes.append((model.weight.grad.dtype, model.weight.grad.lerp_(model.weight.float(), 0.0).dtype))
-        model.load_state_dict(model.state_dict())
+        # Once in place, once with other parameter objects.
+        state = {fqn: tensor.clone() for fqn, tensor in model.state_dict().items()}
+        model.load_state_dict(state, assign=len(dtypes) == 2)
     assert model.frozen.grad is None
     return dtypes
 
 
 def test_torch_still_reduces_as_the_main_gradient_expects() -> None:
     """Fails when the private parts of torch that ``main_grad`` relies on change."""
-    assert run_ranks(reduce_a_bf16_unit, 2)[0] == [(torch.float32, torch.float32)] * 2
+    assert run_ranks(reduce_a_bf16_unit, 2)[0] == [(torch.float32, torch.float32)] * 3
+
+
+def test_main_gradients_survive_other_parameter_objects_without_fsdp() -> None:
+    model = keep_gradients_in_fp32(nn.Linear(3, 5, bias=False, dtype=torch.bfloat16))
+    before = model.weight
+    model.load_state_dict({"weight": torch.ones(5, 3, dtype=torch.bfloat16)}, assign=True)
+    assert model.weight is not before
+    model(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == torch.float32
 
 
 def train_muon(*overrides: str) -> dict[str, Tensor]:

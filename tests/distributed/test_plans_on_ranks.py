@@ -13,7 +13,8 @@ from models.registry import load_spec, resolve_architecture
 from tests.parity.harness import MODEL, make_global_batch, split_batch, whole_tensor
 from torchtrain.config.load import load_job
 from torchtrain.distributed.fsdp2.manager import FSDP2Manager
-from torchtrain.distributed.fsdp2.source_layout import SourceLayout
+from torchtrain.distributed.fsdp2.shared_parameters import held_by_root
+from torchtrain.distributed.fsdp2.source_layout import SourceLayout, check_source_layouts
 from torchtrain.distributed.gradient_norm import global_gradient_norm
 from torchtrain.distributed.meshes import Meshes, build_meshes
 from torchtrain.distributed.topology import Topology
@@ -182,6 +183,39 @@ def test_a_layout_other_than_the_real_one_is_refused_by_name() -> None:
     said = run_ranks(refusal, 4, {"up.weight": SourceLayout("tp", Shard(1)), "down.weight": TP_LAYOUTS["down.weight"]})
     assert all("up.weight" in message and "down.weight" not in message for message in said)
     assert all("down.weight" in message for message in run_ranks(refusal, 4, {"up.weight": TP_LAYOUTS["up.weight"]}))
+
+
+def refusal_of_two_axes() -> str:
+    meshes = meshes_of()
+    model = Feed()
+    model.up.weight = nn.Parameter(
+        distribute_tensor(model.up.weight.data, meshes.fsdp_non_moe_mesh["fsdp_shard", "tp"], [Shard(0), Shard(1)])
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_source_layouts(model, {"up.weight": TP_LAYOUTS["up.weight"]})
+    return str(caught.value)
+
+
+def test_a_parameter_laid_out_over_two_axes_is_refused_by_name() -> None:
+    (message,) = run_ranks(refusal_of_two_axes, 1)
+    assert "source layout of up.weight" in message
+    assert "must be on one axis" in message
+    assert "(fsdp_shard, tp)" in message
+
+
+def wrap_in_vain(model: nn.Module, fqns: list[str]) -> None:
+    with held_by_root(model, fqns):
+        raise RuntimeError(f"not wrapped: {len(model.state_dict())} names")
+
+
+def test_a_root_that_could_not_be_wrapped_keeps_no_name_of_what_it_would_borrow() -> None:
+    model = nn.Sequential(Feed(), Feed())
+    before = list(model.state_dict())
+    with pytest.raises(RuntimeError, match="not wrapped: 6 names"):
+        wrap_in_vain(model, ["0.up.weight", "1.up.weight"])
+    with pytest.raises(AttributeError, match="unknown"):
+        wrap_in_vain(model, ["0.up.weight", "1.unknown"])
+    assert list(model.state_dict()) == before
 
 
 class Experts(nn.Module):

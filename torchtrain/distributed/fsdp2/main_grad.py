@@ -39,10 +39,16 @@ def keep_gradients_in_fp32(model: nn.Module) -> nn.Module:
 
     Numerics: autograd casts each micro-batch's gradient to fp32 and adds up in fp32.
     """
+    _ask_for_fp32(model)
+    # ``load_state_dict(assign=True)`` puts other parameter objects in place.
+    model.register_load_state_dict_post_hook(lambda module, _: _ask_for_fp32(module))
+    return model
+
+
+def _ask_for_fp32(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad_dtype = torch.float32
-    return model
 
 
 def _resolve_dtypes_with_main_grad(group: FSDPParamGroup) -> None:
@@ -53,8 +59,16 @@ def _resolve_dtypes_with_main_grad(group: FSDPParamGroup) -> None:
     for fsdp_param in group.fsdp_params:
         if fsdp_param.sharded_param.requires_grad:
             fsdp_param.sharded_param.grad_dtype = torch.float32
+            # torch calls this when other parameter objects may be in place, as after load_state_dict(assign=True).
+            fsdp_param.reset_sharded_param = MethodType(_adopt_parameter, fsdp_param)
             # Once initialised, torch calls this for gradients only.
             fsdp_param.to_sharded_dtensor = MethodType(_wrap_gradient, fsdp_param)
+
+
+def _adopt_parameter(fsdp_param: FSDPParam) -> None:
+    type(fsdp_param).reset_sharded_param(fsdp_param)
+    if fsdp_param.sharded_param.requires_grad:
+        fsdp_param.sharded_param.grad_dtype = torch.float32
 
 
 def _wrap_gradient(fsdp_param: FSDPParam, gradient: Tensor) -> DTensor:

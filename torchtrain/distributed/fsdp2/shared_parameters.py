@@ -23,10 +23,19 @@ def held_by_root(model: nn.Module, fqns: Sequence[str]) -> Generator[None]:
     Args:
         model: The root.
         fqns: Parameters that live inside modules wrapped already, and were ignored there.
+
+    When the block raises, the root loses those names again.
     """
-    for index, fqn in enumerate(fqns):
-        model.register_parameter(f"{_PREFIX}{index}", model.get_parameter(fqn))
-    yield
+    own_names = [f"{_PREFIX}{index}" for index in range(len(fqns))]
+    try:
+        for name, fqn in zip(own_names, fqns, strict=True):
+            model.register_parameter(name, model.get_parameter(fqn))
+        yield
+    except BaseException:
+        for name in own_names:
+            model.register_parameter(name, None)
+            delattr(model, name)
+        raise
     if not fqns:
         return
     assert isinstance(model, FSDPModule)

@@ -76,10 +76,16 @@ def check_source_layouts(model: nn.Module, resolved: Mapping[str, SourceLayout |
         resolved: Layout of each parameter by its first fqn; None or missing for a plain tensor.
 
     Raises:
-        ConfigError: A parameter is laid out otherwise than stated.
+        ConfigError: A parameter is laid out otherwise than stated, or over more axes than one.
     """
     faults = []
     for fqn, parameter in model.named_parameters():
+        if isinstance(parameter.data, DTensor) and parameter.data.device_mesh.ndim > 1:
+            axes = ", ".join(parameter.data.device_mesh.mesh_dim_names or ("without names",))
+            rule = f"must be on one axis, and the parameter is a DTensor on a mesh of several ({axes})"
+            fix = "lay it out over tp or ep alone, and leave the other axes to FSDP"
+            faults.append(Fault(f"source layout of {fqn}", str(parameter.data.placements), rule, fix))
+            continue
         actual = _actual_layout(parameter)
         if actual != (stated := resolved.get(fqn)):
             rule = f"must be what the parameter is: {actual or 'a plain tensor'}"
