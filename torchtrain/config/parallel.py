@@ -39,7 +39,7 @@ class AcceleratorConfig(Section):
     pp_micro_batch_size: int | None = None
     """Sequences per pipeline micro-batch; null means ``training.micro_batch_size``."""
     pp_layers: tuple[int, ...] | None = None
-    """Decoder layers of each stage, in stage order; null balances them. 1F1B and GPipe have one stage a rank, others two."""
+    """Decoder layers of each stage, in stage order; null balances. GPipe and 1F1B have one stage a rank, others two."""
     backend: Literal["gloo", "nccl", "hccl"] | None = None
     """Collective backend of the device's tensors; null picks the device's own. Tensors on the CPU travel by gloo."""
     dist_timeout_s: float = 600.0

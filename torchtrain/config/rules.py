@@ -387,6 +387,7 @@ _NEEDS = (
     ),
     _Need("accelerator.pp_schedule", _differs("1F1B"), _has_stages, "accelerator.pp_size > 1"),
     _Need("accelerator.pp_micro_batch_size", _differs(None), _has_stages, "accelerator.pp_size > 1"),
+    _Need("accelerator.pp_layers", _differs(None), _has_stages, "accelerator.pp_size > 1"),
     _Need("accelerator.sequence_parallel", _differs(False), _has_tp, "accelerator.tp_size > 1"),
     _Need("accelerator.loss_parallel", _differs(False), _has_tp, "accelerator.tp_size > 1"),
     _Need("dist_config.ep_dispatcher", _differs("eager"), _has_experts, "accelerator.ep_size > 1"),

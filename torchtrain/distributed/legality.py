@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from torchtrain.config.job import Job
 from torchtrain.config.rules import nearest_divisors, nearest_multiples
+from torchtrain.distributed.pipeline_parallel.stage_plan import SPLIT_BACKWARD, find_stage_faults
 from torchtrain.errors import Fault
 
 Technique = Literal[
@@ -145,6 +146,33 @@ def _check_ulysses_heads(architecture: DecoderSizes, job: Job) -> Iterator[Fault
 
 _LENGTH = "seq_len is a multiple of cp_size, with sequence_parallel of cp_size x tp_size"
 
+
+def _check_untied(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
+    if architecture.tie_word_embeddings:
+        yield Fault(
+            "accelerator.pp_size",
+            job.accelerator.pp_size,
+            "must be 1 with tied embeddings (model.overrides.tie_word_embeddings: true): embedding and head lie on "
+            "different stages, and one matrix cannot be on both",
+            "set accelerator.pp_size: 1, or model.overrides.tie_word_embeddings: false",
+        )
+
+
+def _check_stages(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
+    yield from find_stage_faults(job, num_layers=architecture.num_hidden_layers)
+
+
+def _check_uncompiled_split_backward(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
+    schedule = job.accelerator.pp_schedule
+    if job.compile.enabled and schedule in SPLIT_BACKWARD:
+        yield Fault(
+            "accelerator.pp_schedule",
+            schedule,
+            "runs backward for inputs and for weights apart, which a compiled block cannot (compile.enabled: true)",
+            "use 1F1B or Interleaved1F1B, or set compile.enabled: false",
+        )
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "tensor parallel",
@@ -169,6 +197,13 @@ RULES: tuple[Rule, ...] = (
         "context parallel, ring",
         "seq_len is a multiple of 2 x cp_size, with sequence_parallel of 2 x cp_size x tp_size",
         _check_context_parallel_length,
+    ),
+    Rule("pipeline parallel", "embedding and head are not tied", _check_untied),
+    Rule("pipeline parallel", "every stage has a layer; pp_layers, if given, adds up to all", _check_stages),
+    Rule(
+        "pipeline parallel",
+        "compile only with schedules that do not split backward: GPipe, 1F1B, Interleaved1F1B, LoopedBFS",
+        _check_uncompiled_split_backward,
     ),
 )
 """Every condition; a technique adds its own."""

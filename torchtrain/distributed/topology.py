@@ -16,6 +16,7 @@ from typing import Any
 from torchtrain.config.job import Job
 from torchtrain.config.rules import find_size_faults, nearest_divisors, nearest_multiples
 from torchtrain.config.training import TrainingConfig
+from torchtrain.distributed.pipeline_parallel.stage_plan import SPLIT_BACKWARD, find_micro_batch_faults
 from torchtrain.errors import Fault, TopologyError
 
 
@@ -118,7 +119,7 @@ class Topology:
         return self.fsdp_domain_size > 1 or (self.ep_size > 1 and self.edp_size > 1)
 
     def gradient_accumulation_steps(self, training: TrainingConfig) -> int:
-        """Micro-batches per optimizer step and rank."""
+        """Micro-batches per optimizer step and rank, as they are read; a pipeline may cut them smaller."""
         return training.global_batch_size // (training.micro_batch_size * self.dp_size)
 
     def device_mesh_ranks(self, pp_stage: int = 0) -> RankGrid:
@@ -160,10 +161,18 @@ def find_topology_faults(job: Job, world_size: int) -> list[Fault]:
 
 
 def find_topology_warnings(job: Job, topology: Topology) -> list[str]:
-    """Settings without effect on this topology, each with the condition that is missing."""
+    """Settings that on this topology have no effect, or another than one expects, each with the missing condition."""
     warnings = []
-    fsdp = job.fsdp_config
-    if topology.gradient_accumulation_steps(job.training) == 1:
+    fsdp, precision = job.fsdp_config, job.fsdp_config.mix_precision
+    num_micro_batches = topology.gradient_accumulation_steps(job.training)
+    if topology.pp_size > 1:
+        for name in ("reshard_after_forward", "reshard_after_backward", "requires_grad_sync"):
+            if not getattr(fsdp, name):
+                warnings.append(
+                    f"fsdp_config.{name}: false has no effect: it needs accelerator.pp_size = 1, as a pipeline gathers "
+                    "parameters and reduces gradients once a step"
+                )
+    elif num_micro_batches == 1:
         for name in ("reshard_after_backward", "requires_grad_sync"):
             if not getattr(fsdp, name):
                 warnings.append(
@@ -174,12 +183,21 @@ def find_topology_warnings(job: Job, topology: Topology) -> list[str]:
     if not topology.has_fsdp_domain:
         if fsdp.enable_offload:
             warnings.append("fsdp_config.enable_offload has no effect: it needs more than one data-parallel rank")
+        if fsdp.replicate_params:
+            warnings.append("fsdp_config.replicate_params has no effect: it needs more than one data-parallel rank")
         for name in ("reduce_dtype", "output_dtype"):
-            is_required = name == "reduce_dtype" and fsdp.mix_precision.fp32_main_grad
-            if getattr(fsdp.mix_precision, name) is not None and not is_required:
+            is_required = name == "reduce_dtype" and precision.fp32_main_grad
+            if getattr(precision, name) is not None and not is_required:
                 warnings.append(
                     f"fsdp_config.mix_precision.{name} has no effect: it needs more than one data-parallel rank"
                 )
+    elif num_micro_batches > 1 and precision.param_dtype in ("bfloat16", "float16") and precision.reduce_dtype is None:
+        low = precision.param_dtype
+        warnings.append(
+            f"fsdp_config.mix_precision.reduce_dtype = null with param_dtype = {low} rounds gradients to {low} between "
+            f"the {num_micro_batches} micro-batches of a step, how often depends on fsdp_config.requires_grad_sync: "
+            "set fsdp_config.mix_precision.reduce_dtype: float32"
+        )
     return warnings
 
 
@@ -235,6 +253,20 @@ def _find_domain_faults(job: Job, world_size: int) -> Iterator[Fault]:
             "set compile.fullgraph: false",
         )
     yield from _find_batch_faults(job, dp_size=domain // accelerator.cp_size)
+    yield from find_micro_batch_faults(job, dp_size=domain // accelerator.cp_size)
+    if (
+        accelerator.pp_schedule in SPLIT_BACKWARD
+        and accelerator.pp_size > 1
+        and domain == 1
+        and fsdp.mix_precision.fp32_main_grad
+    ):
+        yield Fault(
+            "accelerator.pp_schedule",
+            accelerator.pp_schedule,
+            "sets gradients of weights itself, in the compute dtype, which fsdp_config.mix_precision.fp32_main_grad "
+            "allows only where FSDP reduces them: more than one data-parallel rank",
+            "use 1F1B or Interleaved1F1B",
+        )
 
 
 def _find_batch_faults(job: Job, *, dp_size: int) -> Iterator[Fault]:

@@ -83,7 +83,7 @@ class TrainStep:
         sums = self._accumulate(micro_batches, num_valid_tokens)
         parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
         scale = self._scaler.scale if self._scaler else 1.0
-        norm = global_gradient_norm(parameters, self._meshes.device) / scale
+        norm = global_gradient_norm(parameters, self._meshes.device, pp_group=self._meshes.pp_group) / scale
         reduced = sums.reduced(self._meshes.loss_group)
         # The one sync of host and device in a step: nothing may touch the weights before loss and norm are finite.
         grad_norm, *totals = torch.cat([norm.to(reduced.dtype).reshape(1), reduced]).tolist()

@@ -119,7 +119,7 @@ ILLEGAL = [
 @pytest.mark.parametrize("case", LEGAL, ids=str)
 def test_legal_sizes_resolve(case):
     world, tp, cp, ep, pp, shard, edp_shard, dp, dp_replicate, edp, edp_replicate, has_fsdp_domain = case
-    job = job_of(tp=tp, cp=cp, ep=ep, pp=pp, shard=shard, edp_shard=edp_shard, batch=dp)
+    job = job_of(tp=tp, cp=cp, ep=ep, pp=pp, shard=shard, edp_shard=edp_shard, batch=dp * pp)
     topology = Topology.resolve(job, world)
     assert (topology.dp_size, topology.dp_replicate_size, topology.dp_shard_size) == (dp, dp_replicate, shard)
     assert (topology.edp_size, topology.edp_replicate_size, topology.edp_shard_size) == (edp, edp_replicate, edp_shard)
@@ -234,6 +234,22 @@ def test_gradient_dtype_without_an_fsdp_domain_is_warned_about():
     assert find_topology_warnings(job, Topology.resolve(job, 2)) == []
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_that_round_between_micro_batches_are_warned_about(dtype):
+    words = [f"fsdp_config.mix_precision.param_dtype={dtype}"]
+    several = job_of(batch=8, words=words)
+    (warning,) = find_topology_warnings(several, Topology.resolve(several, 2))
+    assert warning.startswith(f"fsdp_config.mix_precision.reduce_dtype = null with param_dtype = {dtype} rounds")
+    assert "the 4 micro-batches of a step" in warning
+    assert warning.endswith("set fsdp_config.mix_precision.reduce_dtype: float32")
+    one = job_of(batch=2, words=words)
+    assert find_topology_warnings(one, Topology.resolve(one, 2)) == []
+    assert find_topology_warnings(several, Topology.resolve(several, 1)) == []
+    for other in ("reduce_dtype=float32", "param_dtype=float32"):
+        silent = job_of(batch=8, words=[*words, f"fsdp_config.mix_precision.{other}"])
+        assert find_topology_warnings(silent, Topology.resolve(silent, 2)) == []
+
+
 @st.composite
 def topologies(draw) -> Topology:
     """Any topology of up to a few thousand ranks, built from the inside so that every size divides."""
@@ -242,7 +258,7 @@ def topologies(draw) -> Topology:
     divisor = lambda number: draw(st.sampled_from([d for d in range(1, number + 1) if number % d == 0]))  # noqa: E731
     stage = dp * cp * tp
     ep, shard = divisor(stage), divisor(dp * cp)
-    job = job_of(tp=tp, cp=cp, ep=ep, pp=pp, shard=shard, edp_shard=divisor(stage // ep), batch=dp)
+    job = job_of(tp=tp, cp=cp, ep=ep, pp=pp, shard=shard, edp_shard=divisor(stage // ep), batch=dp * pp)
     return Topology.resolve(job, pp * stage)
 
 

@@ -159,21 +159,13 @@ def can_schedule(schedule: PpSchedule, pp_size: int, num_micro_batches: int) -> 
     return schedule not in _IN_ROUNDS or num_micro_batches % (num_micro_batches // pp_size) == 0
 
 
-def find_stage_faults(job: Job, *, num_layers: int, is_tied: bool) -> Iterator[Fault]:
+def find_stage_faults(job: Job, *, num_layers: int) -> Iterator[Fault]:
     """The ways in which a model does not fit the stages that the job asks for."""
     accelerator = job.accelerator
     if accelerator.pp_size <= 1:
         return
     stages = num_stages(accelerator.pp_schedule, accelerator.pp_size)
     a_rank = stages // accelerator.pp_size
-    if is_tied:
-        yield Fault(
-            "accelerator.pp_size",
-            accelerator.pp_size,
-            "must be 1 with tied embeddings (model.overrides.tie_word_embeddings: true): embedding and head lie on "
-            "different stages, and one matrix cannot be on both",
-            "set accelerator.pp_size: 1, or model.overrides.tie_word_embeddings: false",
-        )
     if num_layers < stages:
         legal = list(range(2, num_layers // a_rank + 1))
         fix = f"use {legal[-1]} or fewer" if legal else "use 1"
@@ -231,8 +223,8 @@ def find_micro_batch_faults(job: Job, *, dp_size: int) -> Iterator[Fault]:
     yield Fault(
         "training.global_batch_size",
         total,
-        f"makes {count} pipeline micro-batches ({total} / (pp_micro_batch_size {size} x dp_size {dp_size})), but "
-        f"{_demand(schedule, pp_size)}",
+        f"makes {count} pipeline micro-batch{'es' * (count > 1)} ({total} / (pp_micro_batch_size {size} x dp_size "
+        f"{dp_size})), but {_demand(schedule, pp_size)}",
         fix,
     )
 
