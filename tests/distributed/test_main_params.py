@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tests.distributed.stored_run import StoredRun
 from torchtrain.checkpoint.safe_reader import read_metadata
+from torchtrain.config.optimization import OptimizerConfig
 from torchtrain.distributed.fsdp2.main_grad import apply_main_grad, keep_gradients_in_fp32
 from torchtrain.errors import CheckpointError
+from torchtrain.optim.build import build_optimizer
+from torchtrain.optim.main_params import MainParamOptimizer
 from torchtrain.testing.compare import relative_error
 from torchtrain.testing.ranks import run_ranks
 from torchtrain.testing.tolerances import FP32_TENSOR
@@ -207,6 +211,52 @@ def reduce_a_bf16_unit() -> list[tuple[torch.dtype, torch.dtype]]:
 def test_torch_still_reduces_as_the_main_gradient_expects() -> None:
     """Fails when the private parts of torch that ``main_grad`` relies on change."""
     assert run_ranks(reduce_a_bf16_unit, 2)[0] == [(torch.float32, torch.float32)] * 3
+
+
+def load_into_a_run_with_mains(*overrides: str) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+    run = StoredRun(*PAIR, MICRO_BATCHES, *overrides)
+    run.train(1)
+    before = run.whole_tensors()
+    state = {fqn: tensor.detach().clone() for fqn, tensor in run.model.state_dict().items()}
+    changed = "layers.0.mlp.up_proj.weight"
+    state[changed] += 1
+    run.model.load_state_dict(state)
+    run.model.layers["1"].load_state_dict({"input_layernorm.weight": state["norm.weight"] + 2}, strict=False)
+    after = run.whole_tensors()
+    run.train(1)
+    stepped = run.whole_tensors()
+    for name, tensor in before.items():
+        if not name.startswith("main."):
+            continue
+        fqn = name.removeprefix("main.")
+        if fqn in (changed, "layers.1.input_layernorm.weight"):
+            assert torch.equal(after[name], after[f"model.{fqn}"].float()), name
+            assert not torch.equal(after[name], tensor), name
+            assert relative_error(stepped[name], after[name]) < 0.1, name
+        else:
+            assert torch.equal(after[name], tensor), name
+    with pytest.raises(RuntimeError) as caught:
+        run.model.load_state_dict(state, assign=True)
+    return after, stepped, str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["one rank", "hsdp, every micro-batch reduced", "fused, zero copy"])
+def test_mains_follow_weights_that_are_loaded_later_and_refuse_other_objects(way: str) -> None:
+    world_size, overrides = WAYS[way]
+    *_, message = run_ranks(load_into_a_run_with_mains, world_size, *overrides)[0]
+    assert "load without assign, or build the optimizer afterwards" in message
+
+
+def test_a_copy_of_the_model_is_loaded_without_touching_mains() -> None:
+    model = nn.Linear(3, 5, dtype=torch.bfloat16)
+    optimizer = build_optimizer(
+        model, OptimizerConfig(fp32_main_params=True, weight_decay=0.0), device=torch.device("cpu")
+    )
+    assert isinstance(optimizer, MainParamOptimizer)
+    mains = [main.clone() for main in optimizer.main_params.values()]
+    copied = deepcopy(model)
+    copied.load_state_dict({"weight": torch.ones(5, 3), "bias": torch.ones(5)}, assign=True)
+    assert all(torch.equal(main, kept) for main, kept in zip(optimizer.main_params.values(), mains, strict=True))
 
 
 def test_main_gradients_survive_other_parameter_objects_without_fsdp() -> None:

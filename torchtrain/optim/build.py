@@ -72,7 +72,11 @@ def build_optimizer(
     groups = split_by_mesh(groups)
     build = partial(optimizer_class, **arguments)
     try:
-        return MainParamOptimizer(groups, build) if config.fp32_main_params else build(groups)
+        if not config.fp32_main_params:
+            return build(groups)
+        optimizer = MainParamOptimizer(groups, build)
+        optimizer.watch_loads(model)
+        return optimizer
     except (TypeError, ValueError) as error:
         fault = Fault("optimizer", config.target, f"refused its arguments: {error}", "change the values that it names")
         raise ConfigError([fault]) from error

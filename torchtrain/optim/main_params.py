@@ -6,8 +6,9 @@ fp32 with it, as the inner optimizer knows nothing but the copies. Goes with fp3
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ class MainParamOptimizer(torch.optim.Optimizer):
     From outside it is an optimizer of the model's own parameters: ``param_groups`` holds those and is where
     hyperparameters are set, ``zero_grad`` drops their gradients, ``state`` names the inner optimizer's state by them.
     A parameter whose storage is not of low precision is its own main parameter and is not copied.
+
+    Weights that ``load_state_dict`` of the model brings later are taken over where ``watch_loads`` was called; whoever
+    writes into parameters in another way calls ``take_over`` or ``restart_from_weights`` afterwards.
 
     Args:
         groups: Parameter groups of the model, each with a list of ``params``.
@@ -67,6 +71,23 @@ class MainParamOptimizer(torch.optim.Optimizer):
             main.copy_(parameter)
 
     @torch.no_grad()
+    def take_over(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let main parameters follow weights that someone else has written; those left alone keep their precision."""
+        for parameter in parameters:
+            main = self._mains.get(parameter, parameter)
+            if main is not parameter:
+                weight, copy = _local(parameter), _local(main)
+                copy.copy_(torch.where(copy.to(weight.dtype) == weight, copy, weight.to(copy.dtype)))
+
+    def watch_loads(self, model: nn.Module) -> None:
+        """Take over whatever ``load_state_dict`` brings to ``model`` or to a part of it from now on.
+
+        With ``assign=True`` it puts parameters in place that this optimizer does not know: it then raises RuntimeError.
+        """
+        for module in model.modules():
+            _watch(module, self)
+
+    @torch.no_grad()
     def create_state(self) -> None:
         """Let the inner optimizer create its state, as a first step of size zero does; weights are left alone."""
         if self.inner.state:
@@ -108,6 +129,26 @@ class MainParamOptimizer(torch.optim.Optimizer):
         pairs = self.main_params
         if pairs:
             torch._foreach_copy_([_local(p) for p in pairs], [_local(main) for main in pairs.values()])
+
+
+def _watch(module: nn.Module, optimizer: MainParamOptimizer) -> None:
+    # Weak: a copy of the model keeps the hook but has parameters of its own, and an optimizer may be thrown away.
+    watched, watcher = ref(module), ref(optimizer)
+
+    def follow(loaded: nn.Module, _: object) -> None:
+        follower = watcher()
+        if follower is None or loaded is not watched():
+            return
+        parameters = list(loaded.parameters(recurse=False))
+        known = {parameter for group in follower.param_groups for parameter in group["params"]}
+        if any(parameter.requires_grad and parameter not in known for parameter in parameters):
+            raise RuntimeError(
+                "load_state_dict(assign=True) replaced parameters whose fp32 main parameters an optimizer holds: load "
+                "without assign, or build the optimizer afterwards"
+            )
+        follower.take_over(parameters)
+
+    module.register_load_state_dict_post_hook(follow)
 
 
 def _main_of(parameter: nn.Parameter) -> nn.Parameter:
