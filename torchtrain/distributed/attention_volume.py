@@ -19,9 +19,9 @@ ring        send, and recv       backward               4 n H 2 K (fp32 gradient
 
 A layer whose block is recomputed (``activation_checkpoint``) issues its forward collectives a second time, in backward.
 
-Sent by one rank and layer, forward and backward, with one byte an element and (C - 1) n H left out: Ulysses
-(4 N + 4 K') / C, all-gather 4 K, ring 4 K and the gradients' greater width. Ulysses alone gets cheaper with more
-ranks; the others are cheap where key/value heads are few.
+What one rank sends for a layer, forward and backward, in heads of this rank's tokens times C - 1: Ulysses
+(4 N + 4 K') / C, all-gather 4 K, ring 4 K and another 2 K in fp32. As n falls with C, Ulysses alone gets cheaper with
+more ranks; the others are cheap where key/value heads are few.
 """
 
 from __future__ import annotations
