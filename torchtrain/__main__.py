@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from torchtrain import train
 from torchtrain.config.dump import dump_job
+from torchtrain.config.rules import find_job_warnings
+from torchtrain.distributed.topology import find_topology_warnings
 from torchtrain.errors import TorchtrainError
 from torchtrain.runtime.env import read_launch_env
 
@@ -33,12 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "train":
         return train.main(arguments)
     try:
-        world_size = options.world_size or read_launch_env().world_size
-        print(dump_job(train.check_job(arguments, world_size).job), end="")
+        checked = train.check_job(arguments, options.world_size or read_launch_env().world_size)
     except TorchtrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    return 0
+    print(dump_job(checked.job), end="", flush=True)
+    for warning in (*find_job_warnings(checked.job), *find_topology_warnings(checked.job, checked.topology)):
+        print(f"warning: {warning}", file=sys.stderr)
+    errors = train.find_late_errors(checked)
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    return max((error.exit_code for error in errors), default=0)
 
 
 def _positive(text: str) -> int:

@@ -32,6 +32,12 @@ Several ranks: NGPU=4 ./run_train.sh, or torchrun.
 Every key with its default: docs/config_reference.md. First steps: docs/guides/quickstart.md.
 The job as it would run, checked: torchtrain config JOB.yaml [--section.key=value ...]"""
 
+_NO_JOB_FILE = Fault(
+    "job file",
+    None,
+    "must be named, since dataset.sources has no default",
+    "write it before any override, as in train_configs/llama/debug.yaml --training.steps=50",
+)
 _SECONDS_FOR_RANK_0_TO_SPEAK = 5.0
 
 
@@ -63,6 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         launch = read_launch_env()
         checked = check_job(words, launch.world_size)
+        # Only now: importing torch takes seconds, and a wrong job has been refused already.
+        from torchtrain.trainer.assembly import train
+        from torchtrain.trainer.preflight import refuse_what_the_model_rules_out
+
+        spec = load_spec(checked.job.model.name)
+        refuse_what_the_model_rules_out(checked.job, spec, checked.architecture)
     except TorchtrainError as error:
         # Every rank has read the same files: one of them says what is wrong.
         if launch.rank == 0:
@@ -71,11 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A launcher ends all ranks as soon as one has ended: let rank 0 speak first, however busy the machine.
             time.sleep(_SECONDS_FOR_RANK_0_TO_SPEAK)
         return error.exit_code
-    # Only now: importing torch takes seconds, and a wrong job has been refused already.
-    from torchtrain.trainer.assembly import train
-
     try:
-        spec = load_spec(checked.job.model.name)
         return train(checked.job, checked.topology, spec, checked.architecture, launch)
     except TorchtrainError as error:
         # From here on an error may be this rank's own.
@@ -102,16 +110,33 @@ def check_job(argv: Sequence[str], world_size: int) -> CheckedJob:
     reading = read_job(path, overrides)
     job = reading.job
     architecture, architecture_faults = _check_architecture(job)
+    # Of two faults of one value the first is told: the topology knows more of the batch than the job alone.
     faults = collect_faults(
         reading,
         find_unavailable(job),
-        find_job_faults(job),
         find_topology_faults(job, world_size),
+        find_job_faults(job),
         architecture_faults,
     )
+    if path is None:
+        faults = [_NO_JOB_FILE if fault.path == "dataset.sources" and not fault.value else fault for fault in faults]
     if faults:
         raise ConfigError(faults)
     return CheckedJob(job, Topology.resolve(job, world_size), architecture)
+
+
+def find_late_errors(checked: CheckedJob) -> list[TorchtrainError]:
+    """Find what a run would refuse next, as far as this machine can tell without ranks: by the model and the files.
+
+    Imports torch.
+    """
+    from torchtrain.trainer.preflight import find_file_errors, refuse_what_the_model_rules_out
+
+    try:
+        refuse_what_the_model_rules_out(checked.job, load_spec(checked.job.model.name), checked.architecture)
+    except TorchtrainError as error:
+        return [error, *find_file_errors(checked.job)]
+    return list(find_file_errors(checked.job))
 
 
 def _check_architecture(job: Job) -> tuple[Any, list[Fault]]:

@@ -313,6 +313,10 @@ def test_evaluation_has_the_same_loss_on_any_number_of_ranks(tmp_path: Path) -> 
     [
         ("optimizer.options={momentun: 0.9}", "optimizer.options.momentun = 0.9: is not an argument"),
         ("optimizer.no_decay=['*.nrm']", "optimizer.no_decay = '*.nrm': must match a trainable parameter"),
+        (
+            "fsdp_config.replicate_params=[nrm.weight]",
+            "fsdp_config.replicate_params = 'nrm.weight': must match a param",
+        ),
         ("checkpoint.resume=lost/step_00000001", "lost/step_00000001"),
         ("accelerator.backend=nccl", "accelerator.backend = 'nccl': does not serve the device, cpu; use gloo, or null"),
     ],
@@ -325,6 +329,13 @@ def test_what_the_model_and_the_disk_refuse_is_refused_before_the_data_is_read(
     assert said in printed
     assert "Traceback" not in printed
     assert not (tmp_path / "cache").exists()
+
+
+def test_what_the_model_refuses_is_said_once_for_all_ranks(tmp_path: Path) -> None:
+    codes, said = train(tmp_path, "fsdp_config.replicate_params=[nrm.weight]", world_size=2)
+    assert codes == [2, 2], said
+    assert said.count("must match a parameter of the model") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_wrong_job_answers_in_a_second() -> None:

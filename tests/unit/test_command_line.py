@@ -1,8 +1,9 @@
-"""What the two commands answer before any job is read."""
+"""What the two commands answer: about themselves, and what ``config`` says of a job."""
 
 from __future__ import annotations
 
 import pytest
+from ruamel.yaml import YAML
 
 from torchtrain import train
 from torchtrain.__main__ import main
@@ -23,3 +24,72 @@ def test_a_world_that_is_no_number_of_ranks_is_refused(capsys, text):
         main(["config", f"--world-size={text}", "train_configs/llama/debug.yaml"])
     assert ended.value.code == 2
     assert f"'{text}' must be a whole number of ranks, at least 1" in capsys.readouterr().err
+
+
+def run_config(capsys, *words):
+    code = main(["config", *words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.txt"
+    path.write_text("words")
+    return f"--dataset.sources=[{{path: {path}}}]"
+
+
+def test_config_prints_the_job_and_warns_beside_it(capsys, corpus):
+    code, out, err = run_config(capsys, corpus, "--fsdp_config.replicate_params=['*norm.weight']")
+    assert code == 0
+    assert yaml_of(out)["fsdp_config"]["replicate_params"] == ["*norm.weight"]
+    assert err == ("warning: fsdp_config.replicate_params has no effect: it needs more than one data-parallel rank\n")
+
+
+def yaml_of(text):
+    return YAML(typ="safe", pure=True).load(text)
+
+
+def test_config_says_what_the_model_and_the_disk_rule_out_beside_the_job(capsys, tmp_path):
+    words = [f"--dataset.sources=[{{path: {tmp_path}/gone}}]", f"--checkpoint.resume={tmp_path}/step_00000007"]
+    words += ["--optimizer.no_decay=['*bais']", "--fsdp_config.replicate_params=[nrm.weight]", "--world-size=2"]
+    code, out, err = run_config(capsys, *words)
+    assert code == 2
+    assert yaml_of(out)["optimizer"]["no_decay"] == ["*bais"]
+    assert "(2 faults):\n  1. optimizer.no_decay = '*bais'" in err
+    assert "\n  2. fsdp_config.replicate_params = 'nrm.weight': must match a parameter of the model" in err
+    assert f"error: {tmp_path}/gone: no such file or folder; correct the path in dataset.sources\n" in err
+    assert f"error: {tmp_path}/step_00000007: there is no such folder" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("words", [[], ["--training.steps=5"]])
+@pytest.mark.parametrize("start", [train.main, lambda words: main(["config", *words])])
+def test_without_a_job_file_the_answer_is_how_to_name_one(capsys, start, words):
+    assert start(words) == 2
+    assert capsys.readouterr().err == (
+        "error: the job is wrong (1 fault):\n"
+        "  1. job file = null: must be named, since dataset.sources has no default; "
+        "write it before any override, as in train_configs/llama/debug.yaml --training.steps=50\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        (["--training.global_batch_size=10", "--training.micro_batch_size=4"], "training.global_batch_size"),
+        (["--accelerator.ep_size=3"], "accelerator.ep_size"),
+    ],
+)
+def test_a_mistake_that_two_rules_see_is_listed_once(capsys, corpus, words, path):
+    code, _, err = run_config(capsys, corpus, "--world-size=8", *words)
+    assert code == 2
+    assert f"(1 fault):\n  1. {path} = " in err
+
+
+def test_of_a_wrong_batch_size_the_ranks_are_told_too(capsys, corpus):
+    words = ["--world-size=8", "--training.global_batch_size=10", "--training.micro_batch_size=4"]
+    assert (
+        "must be a multiple of training.micro_batch_size x dp_size = 4 x 8 = 32"
+        in run_config(capsys, corpus, *words)[2]
+    )

@@ -266,12 +266,7 @@ class Checkpointer:
 
     def _refuse_named(self) -> None:
         layout.give_back_replaced(self._folder)
-        if self._config.resume in (None, _AUTO):
-            return
-        path = Path(self._config.resume)
-        damage = _find_damage(path)
-        if damage is not None:
-            raise CheckpointError(f"{damage}; {_suggest_another(path)}")
+        refuse_damaged(self._config.resume)
 
     def _inspect(self, path: Path, tensors: dict[str, Tensor]) -> tuple[Metadata, dict[str, Any]]:
         """Read the small files of a checkpoint and compare it with the live tensors, on every rank with one outcome."""
@@ -315,6 +310,20 @@ class Checkpointer:
         if outcome[1] is not None:
             raise failure(outcome[1]) from cause
         return outcome[0]
+
+
+def refuse_damaged(resume: str | None) -> None:
+    """Refuse a checkpoint that ``checkpoint.resume`` names and that is not whole. Needs no process group.
+
+    Raises:
+        CheckpointError: It is missing or damaged.
+    """
+    if resume in (None, _AUTO):
+        return
+    path = Path(resume)
+    damage = _find_damage(path)
+    if damage is not None:
+        raise CheckpointError(f"{damage}; {_suggest_another(path)}")
 
 
 def _in_background(action: Callable[[], None]) -> Future[None]:

@@ -69,13 +69,14 @@ def load_job(path: str | Path | None, overrides: Sequence[str] = ()) -> Job:
 def collect_faults(reading: JobReading, *later: Iterable[Fault]) -> list[Fault]:
     """Join the faults of a reading with those of later rules.
 
-    Later faults that only restate an unreadable value, because a default stood in for it, are left out.
+    Later faults that only restate an unreadable value, because a default stood in for it, are left out. Of several that
+    later rules find with one value the first is kept.
     """
     unread = [fault.path for fault in reading.faults]
     faults = list(reading.faults)
     for fault in (fault for group in later for fault in group):
-        # A list, not a set: a fault may carry a list or a mapping.
-        if fault not in faults and not any(_follows_from(fault, path) for path in unread):
+        is_told = any((known.path, known.value) == (fault.path, fault.value) for known in faults)
+        if not is_told and not any(_follows_from(fault, path) for path in unread):
             faults.append(fault)
     return faults
 

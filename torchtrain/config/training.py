@@ -38,8 +38,8 @@ class TrainingConfig(Section):
 class TaskConfig(Section):
     """What is learned, and how it is looked at meanwhile."""
 
-    name: Literal["pretrain"] = "pretrain"
-    """Next-token prediction on every token."""
+    name: Literal["pretrain", "sft"] = "pretrain"
+    """``pretrain``: next-token prediction on every token; ``sft``: on the answers of conversations only."""
     eval_interval: int = 0
     """Evaluate on held-out sequences every this many steps; 0 never does."""
     eval_sequences: int = 64

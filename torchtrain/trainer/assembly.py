@@ -28,7 +28,7 @@ from torchtrain.metrics.logger import MetricsLogger
 from torchtrain.metrics.report import EvalReport
 from torchtrain.metrics.wandb import require_wandb
 from torchtrain.model_spec import ModelSpec
-from torchtrain.optim.build import build_optimizer, check_optimizer
+from torchtrain.optim.build import build_optimizer
 from torchtrain.optim.loss_scaler import LossScaler
 from torchtrain.profiling import Profiler
 from torchtrain.runtime.device import collective_backend, device_description, peak_flops, resolve_device
@@ -93,12 +93,8 @@ def _announce(run: Run) -> None:
 
 
 def _refuse_early(run: Run, checkpointer: Checkpointer) -> None:
-    """Refuse what can be known to be wrong before minutes go into the data and the weights."""
-    job = run.job
-    with torch.device("meta"):
-        meta_model = run.spec.build(run.architecture)
-    check_optimizer(meta_model, job.optimizer, trusted_targets=job.trusted_targets)
-    if job.metrics.wandb:
+    """Refuse what can be known to be wrong before minutes go into the data and the weights; more in ``preflight``."""
+    if run.job.metrics.wandb:
         require_wandb()
     checkpointer.check_resume()
 

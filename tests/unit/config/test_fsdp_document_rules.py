@@ -204,3 +204,11 @@ def test_4_2_4_accumulation_policies_need_several_micro_batches(name: str) -> No
 def test_4_2_5_replicate_params_take_what_the_final_model_can_resolve() -> None:
     assert resolve_replicate_params(tiny_model(), ["norm.weight"]) == {"norm.weight"}
     assert resolve_replicate_params(tiny_model(), []) == frozenset()
+
+
+def test_4_2_5_replicate_params_without_an_fsdp_domain_have_no_effect() -> None:
+    words = ["fsdp_config.replicate_params=[norm.weight]"]
+    assert warnings_of(*words, ranks=1) == [
+        "fsdp_config.replicate_params has no effect: it needs more than one data-parallel rank"
+    ]
+    assert warnings_of(*words, ranks=2) == []
