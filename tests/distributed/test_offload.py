@@ -15,6 +15,7 @@ from torchtrain.config.load import load_job
 from torchtrain.distributed.fsdp2.offload import (
     HostMemory,
     build_offload_policy,
+    check_whole_builds,
     find_memory_faults,
     host_bytes,
     parameter_device,
@@ -122,6 +123,13 @@ def test_host_bytes_counts_parameters_gradients_mains_and_moments() -> None:
     assert host_bytes(model, fp32_main_params=True) == 100 * 2
 
 
+def test_parameters_that_have_their_memory_are_not_counted_again() -> None:
+    model = nn.Linear(10, 10, bias=False)
+    assert host_bytes(model, fp32_main_params=False) == 100 * (4 + 8)
+    model.to(torch.bfloat16)
+    assert host_bytes(model, fp32_main_params=True) == 100 * (4 + 4 + 8)
+
+
 def test_the_ranks_of_a_host_are_counted_together() -> None:
     gib = 2**30
     ranks = [HostMemory("a", 2 * gib, 5 * gib), HostMemory("a", 2 * gib, 3 * gib), HostMemory("b", 2 * gib, 3 * gib)]
@@ -131,10 +139,10 @@ def test_the_ranks_of_a_host_are_counted_together() -> None:
     assert find_memory_faults([HostMemory("a", 2 * gib, None)]) == []
 
 
-def build_what_does_not_fit() -> str:
+def build_what_does_not_fit(*overrides: str) -> str:
     size = "model.overrides={hidden_size: 65536, intermediate_size: 262144, num_hidden_layers: 80, vocab_size: 200000}"
     with pytest.raises(ConfigError) as caught:
-        StoredRun(SHARD, OFFLOAD, size)
+        StoredRun(SHARD, OFFLOAD, size, *overrides)
     return str(caught.value)
 
 
@@ -144,6 +152,25 @@ def test_a_job_that_does_not_fit_ends_on_every_rank_before_weights_are_allocated
     assert first == second
     assert "fsdp_config.enable_offload" in first
     assert "of its 2 rank(s), but" in first
+
+
+def test_a_job_whose_ranks_cannot_build_the_whole_model_ends_before_they_do() -> None:
+    first, second = run_ranks(build_what_does_not_fit, 2, "model.init_on_meta=false")
+    assert first == second
+    assert "model.init_on_meta" in first
+    assert "each of the 2 rank(s) of host" in first
+    assert "set model.init_on_meta: true" in first
+
+
+def build_on_an_accelerator() -> None:
+    """The whole model then takes the memory of the device, and nothing is known to be wrong."""
+    with torch.device("meta"):
+        model = nn.Linear(2**20, 2**24)
+    check_whole_builds(model, torch.device("cuda"))
+
+
+def test_a_whole_model_on_an_accelerator_is_no_matter_of_its_host() -> None:
+    run_ranks(build_on_an_accelerator, 1)
 
 
 def test_offload_without_another_rank_is_named_as_without_effect() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from torchtrain.config.job import Job
 from torchtrain.distributed.fsdp2.main_grad import keep_gradients_in_fp32
-from torchtrain.distributed.fsdp2.offload import check_host_memory, parameter_device
+from torchtrain.distributed.fsdp2.offload import check_host_memory, check_whole_builds, parameter_device
 from torchtrain.distributed.fsdp2.precision import DTYPES
 from torchtrain.distributed.materialize import initialize_parameters, materialize
 from torchtrain.distributed.meshes import Meshes
@@ -59,12 +59,16 @@ def build_model(run: Run) -> RankModel:
     Collective: the whole world.
     """
     model_config = run.job.model
+    fsdp_config, has_fsdp_domain = run.job.fsdp_config, run.meshes.topology.has_fsdp_domain
+    is_offloaded = fsdp_config.enable_offload and has_fsdp_domain
+    if is_offloaded and not model_config.init_on_meta:
+        with torch.device("meta"):
+            check_whole_builds(run.spec.build(run.architecture), run.device)
     with torch.device("meta" if model_config.init_on_meta else run.device):
         model = run.spec.build(run.architecture)
     model = model.to(DTYPES[model_config.init_dtype])
     chunks = run.spec.parallelize(model, run.job, run.meshes)
-    fsdp_config, has_fsdp_domain = run.job.fsdp_config, run.meshes.topology.has_fsdp_domain
-    if fsdp_config.enable_offload and has_fsdp_domain:
+    if is_offloaded:
         check_host_memory(model, fp32_main_params=run.job.optimizer.fp32_main_params)
     if model_config.init_on_meta:
         home = parameter_device(fsdp_config, run.device, has_fsdp_domain=has_fsdp_domain)
