@@ -93,19 +93,18 @@ class _LinearTokenLosses(torch.autograd.Function):
     ) -> Tensor:
         num_tokens = x_ND.shape[0]
         highest_N, total_N, target_N = x_ND.new_zeros((3, num_tokens), dtype=_accurate(x_ND.dtype))
-        exponentials_CV = None
-        for rows in _chunks(num_tokens, chunk_size):
-            logits_CV = _logits(x_ND[rows], weight_VD)
+        logits = _LogitsBuffer(x_ND, weight_VD, chunk_size)
+        for rows in logits.chunks():
+            logits_CV = logits.compute(rows)
             column_C, is_here_C = _locate(labels_N[rows], weight_VD.shape[0], shard)
             target_N[rows] = logits_CV.gather(1, column_C[:, None])[:, 0] * is_here_C
             highest_N[rows] = logits_CV.amax(dim=-1)
-            exponentials_CV = logits_CV.sub_(highest_N[rows, None]).exp_()
-            total_N[rows] = exponentials_CV.sum(dim=-1)
+            total_N[rows] = logits_CV.sub_(highest_N[rows, None]).exp_().sum(dim=-1)
         top_N = shard.reduce_max(highest_N)
         total_N, target_N = shard.reduce_sum(torch.stack([total_N * (highest_N - top_N).exp_(), target_N]))
         log_total_N = total_N.log_().add_(top_N)
         ctx.chunk_size, ctx.shard = chunk_size, shard
-        kept = (exponentials_CV, highest_N) if chunk_size is None else (None, None)
+        kept = (logits.buffer_CV, highest_N) if chunk_size is None else (None, None)
         ctx.save_for_backward(x_ND, weight_VD, labels_N, log_total_N, *kept)
         return torch.where(labels_N == IGNORE_INDEX, 0.0, log_total_N - target_N)
 
@@ -120,11 +119,13 @@ class _LinearTokenLosses(torch.autograd.Function):
         is_one_chunk = ctx.chunk_size is None or ctx.chunk_size >= x_ND.shape[0]
         sum_dtype = weight_VD.dtype if is_one_chunk else _accurate(weight_VD.dtype)
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=sum_dtype) if wants_weight else None
-        for rows in _chunks(x_ND.shape[0], ctx.chunk_size):
+        logits = _LogitsBuffer(x_ND, weight_VD, ctx.chunk_size)
+        for rows in logits.chunks():
             if exponentials_NV is None:
-                d_CV = _logits(x_ND[rows], weight_VD).sub_(log_total_N[rows, None]).exp_()
+                d_CV = logits.compute(rows).sub_(log_total_N[rows, None]).exp_()
             else:
-                d_CV = exponentials_NV * (highest_N - log_total_N).exp_()[:, None]
+                scale_N = (highest_N - log_total_N).exp_()
+                d_CV = torch.mul(exponentials_NV, scale_N[:, None], out=logits.buffer_CV)
             column_C, is_here_C = _locate(labels_N[rows], weight_VD.shape[0], ctx.shard)
             d_CV.scatter_add_(1, column_C[:, None], -is_here_C[:, None].to(d_CV.dtype))
             d_CV = d_CV.mul_(upstream_N[rows, None]).to(weight_VD.dtype)
@@ -137,18 +138,31 @@ class _LinearTokenLosses(torch.autograd.Function):
         return grad_x_ND, grad_weight_VD, None, None, None
 
 
-def _chunks(num_tokens: int, chunk_size: int | None) -> Iterator[slice]:
-    size = chunk_size or max(num_tokens, 1)
-    return (slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
-
-
 def _accurate(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _logits(x_CD: Tensor, weight_VD: Tensor) -> Tensor:
-    """A new tensor, rounded as the head's own output would be."""
-    return torch.mm(x_CD, weight_VD.T).to(_accurate(x_CD.dtype))
+class _LogitsBuffer:
+    """Memory for the logits of one chunk after the other: a new tensor for each would be paged in anew."""
+
+    def __init__(self, x_ND: Tensor, weight_VD: Tensor, chunk_size: int | None) -> None:
+        self._x_ND, self._weight_VD = x_ND, weight_VD
+        num_tokens = x_ND.shape[0]
+        self._size = min(chunk_size or num_tokens, num_tokens)
+        shape = (self._size, weight_VD.shape[0])
+        self.buffer_CV = x_ND.new_empty(shape, dtype=_accurate(x_ND.dtype))
+        self._rounded_CV = self.buffer_CV if x_ND.dtype == self.buffer_CV.dtype else x_ND.new_empty(shape)
+
+    def chunks(self) -> Iterator[slice]:
+        num_tokens = self._x_ND.shape[0]
+        return (slice(start, min(start + self._size, num_tokens)) for start in range(0, num_tokens, self._size))
+
+    def compute(self, rows: slice) -> Tensor:
+        """Fill the buffer with logits that are rounded as the head's own output would be."""
+        num_rows = rows.stop - rows.start
+        logits_CV = self.buffer_CV[:num_rows]
+        rounded_CV = torch.mm(self._x_ND[rows], self._weight_VD.T, out=self._rounded_CV[:num_rows])
+        return logits_CV if rounded_CV.dtype == logits_CV.dtype else logits_CV.copy_(rounded_CV)
 
 
 def _locate(labels_C: Tensor, num_classes: int, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
