@@ -10,6 +10,13 @@ from typing import Literal
 from torchtrain.config.section import Section
 from torchtrain.distributed.legality import Technique
 from torchtrain.errors import Fault
+from torchtrain.nn.decoder_sizes import (
+    architecture_fault,
+    count_attention_parameters,
+    count_feed_forward_parameters,
+    find_attention_faults,
+    find_sign_faults,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,44 +52,27 @@ class LlamaArchitecture(Section):
     @property
     def num_matmul_parameters(self) -> int:
         """Weights that one token is multiplied with: every linear layer, the head included; see ``nn.flops``."""
-        heads_in_and_out = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
-        attention = self.hidden_size * self.head_dim * heads_in_and_out
-        feed_forward = 3 * self.hidden_size * self.intermediate_size
+        attention = count_attention_parameters(self)
+        feed_forward = count_feed_forward_parameters(self.hidden_size, self.intermediate_size)
         return self.num_hidden_layers * (attention + feed_forward) + self.vocab_size * self.hidden_size
 
 
 def find_architecture_faults(architecture: LlamaArchitecture) -> list[Fault]:
     """List what makes these sizes impossible; paths are those of the job file."""
-    return [*_sign_faults(architecture), *_attention_faults(architecture), *_rope_faults(architecture)]
+    return [
+        *find_sign_faults(architecture),
+        *find_attention_faults(architecture),
+        *_hidden_size_faults(architecture),
+        *_rope_faults(architecture),
+    ]
 
 
-def _fault(field: str, value: object, rule: str, fix: str) -> Fault:
-    return Fault(path=f"model.overrides.{field}", value=value, rule=rule, fix=fix)
-
-
-def _sign_faults(architecture: LlamaArchitecture) -> Iterator[Fault]:
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    for field in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-        if getattr(architecture, field) < 1:
-            yield _fault(field, getattr(architecture, field), "must be at least 1", "use a positive number")
-    for field in ("rms_norm_eps", "rope_theta", "initializer_range"):
-        value = getattr(architecture, field)
-        if not (value > 0 and math.isfinite(value)):
-            yield _fault(field, value, "must be above 0 and finite", "use a positive number")
-
-
-def _attention_faults(architecture: LlamaArchitecture) -> Iterator[Fault]:
-    heads, groups = architecture.num_attention_heads, architecture.num_key_value_heads
-    if heads >= 1 and groups >= 1 and heads % groups:
-        legal = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
-        yield _fault("num_key_value_heads", groups, f"must divide num_attention_heads = {heads}", f"use one of {legal}")
+def _hidden_size_faults(architecture: LlamaArchitecture) -> Iterator[Fault]:
+    heads = architecture.num_attention_heads
     if heads >= 1 and architecture.hidden_size % heads:
         nearest = max(1, round(architecture.hidden_size / heads)) * heads
         rule = f"must be a multiple of num_attention_heads = {heads}"
-        yield _fault("hidden_size", architecture.hidden_size, rule, f"use {nearest}")
-    if architecture.head_dim >= 1 and architecture.head_dim % 2:
-        rule = "must be even, because rotary positions turn pairs of values"
-        yield _fault("head_dim", architecture.head_dim, rule, f"use {architecture.head_dim + 1}")
+        yield architecture_fault("hidden_size", architecture.hidden_size, rule, f"use {nearest}")
 
 
 def _rope_faults(architecture: LlamaArchitecture) -> Iterator[Fault]:
@@ -90,13 +80,19 @@ def _rope_faults(architecture: LlamaArchitecture) -> Iterator[Fault]:
     if scaling is None:
         return
     if not (scaling.factor >= 1 and math.isfinite(scaling.factor)):
-        yield _fault("rope_scaling.factor", scaling.factor, "must be at least 1 and finite", "use 1 for no stretching")
+        yield architecture_fault(
+            "rope_scaling.factor", scaling.factor, "must be at least 1 and finite", "use 1 for no stretching"
+        )
     if not 0 < scaling.low_freq_factor < scaling.high_freq_factor < math.inf:
         rule = f"must be above 0 and below high_freq_factor = {scaling.high_freq_factor}"
-        yield _fault("rope_scaling.low_freq_factor", scaling.low_freq_factor, rule, "use 1.0 and 4.0 as Llama 3.1")
+        yield architecture_fault(
+            "rope_scaling.low_freq_factor", scaling.low_freq_factor, rule, "use 1.0 and 4.0 as Llama 3.1"
+        )
     if scaling.original_max_position_embeddings < 1:
         value = scaling.original_max_position_embeddings
-        yield _fault("rope_scaling.original_max_position_embeddings", value, "must be at least 1", "use 8192")
+        yield architecture_fault(
+            "rope_scaling.original_max_position_embeddings", value, "must be at least 1", "use 8192"
+        )
 
 
 UNSUPPORTED: dict[Technique, str] = {"expert parallel": "it has no experts"}

@@ -11,7 +11,7 @@ from torchtrain.nn.decoder import Decoder
 from torchtrain.nn.decoder_block import DecoderBlock
 from torchtrain.nn.feed_forward import FeedForward
 from torchtrain.nn.flops import training_flops_per_token
-from torchtrain.nn.init import Constant, InitRule, Normal
+from torchtrain.nn.init import InitRule, decoder_init_rule
 from torchtrain.nn.rms_norm import RMSNorm
 from torchtrain.nn.rope import Llama3Scaling, RopeConfig
 
@@ -30,21 +30,12 @@ def build_llama(architecture: LlamaArchitecture) -> Decoder:
 
 
 def init_rule(architecture: LlamaArchitecture, fqn: str) -> InitRule:
-    """Say how a parameter is drawn.
-
-    Matrices and embeddings are normal with ``initializer_range``; the projections that write into the residual stream
-    (attention output, feed-forward down) are smaller by ``sqrt(2 * num_hidden_layers)``, so that the stream's variance
-    at the last block does not grow with depth. Norms start at one, biases at zero.
-
-    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
-    """
-    if fqn.endswith("norm.weight"):
-        return Constant(1.0)
-    if fqn.endswith(".bias"):
-        return Constant(0.0)
-    if fqn.endswith(("o_proj.weight", "down_proj.weight")):
-        return Normal(architecture.initializer_range / (2 * architecture.num_hidden_layers) ** 0.5)
-    return Normal(architecture.initializer_range)
+    """Say how a parameter is drawn: as in any decoder."""
+    return decoder_init_rule(
+        fqn,
+        initializer_range=architecture.initializer_range,
+        num_hidden_layers=architecture.num_hidden_layers,
+    )
 
 
 def flops_per_token(architecture: LlamaArchitecture, seq_len: int) -> float:

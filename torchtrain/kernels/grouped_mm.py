@@ -86,7 +86,7 @@ def _torch_is_able(problem: GroupedProblem) -> bool:
     return is_aligned and problem.dtype in _TORCH_DTYPES.get(problem.device, ())
 
 
-# Measured by scripts/measure_grouped_mm.py, forward with backward, figures in docs/log.md: on CPUs torch's takes 0.80 to
+# Measured by scripts/measure_grouped_mm.py, forward with backward, see docs/log.md: on CPUs torch's takes 0.80 to
 # 1.03 of the loop's time, whatever the sizes and the skew. Elsewhere the loop would sync once a call; not measured.
 _PREFERENCE: dict[tuple[str, torch.dtype], Sequence[str]] = {
     ("cpu", torch.float32): ("torch_grouped_mm", "loop"),

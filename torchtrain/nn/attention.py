@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtrain.nn.rms_norm import RMSNorm
 from torchtrain.nn.rope import RotaryTable
 
 
@@ -66,12 +67,16 @@ class AttentionConfig:
     num_key_value_heads: int
     head_dim: int
     attention_bias: bool = False
+    qk_norm_eps: float | None = None
+    """Normalise each query and key head before rotation; ``None`` leaves them as they are."""
 
 
 class Attention(nn.Module):
     """Project, rotate, attend, project back.
 
-    Source: Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints".
+    Source: Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints";
+        norms of queries and keys: Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters", section
+        2.
 
     Attributes:
         core: The ``AttentionCore`` in use; replace it to install another.
@@ -87,6 +92,10 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm, self.k_norm = None, None
+        if config.qk_norm_eps is not None:
+            self.q_norm = RMSNorm(config.head_dim, config.qk_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.qk_norm_eps)
 
     def forward(self, x_BTD: Tensor, rope: RotaryTable, mask: Tensor | None) -> Tensor:
         """Return ``out_BTD``."""
@@ -95,5 +104,7 @@ class Attention(nn.Module):
         q_BTNH = self.q_proj(x_BTD).unflatten(-1, heads)
         k_BTKH = self.k_proj(x_BTD).unflatten(-1, heads)
         v_BTKH = self.v_proj(x_BTD).unflatten(-1, heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         out_BTNH = self.core(rope.rotate(q_BTNH), rope.rotate(k_BTKH), v_BTKH, mask)
         return self.o_proj(torch.flatten(out_BTNH, start_dim=-2))

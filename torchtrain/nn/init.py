@@ -1,7 +1,8 @@
 """Draw initial values so that every topology starts from the same weights.
 
 A parameter is drawn from its own name, never from a shared stream: neither the order in which layers are built nor the
-rank that holds a row changes its values. Not for deciding *how* a parameter is drawn: that is a family's ``init_rule``.
+rank that holds a row changes its values. *How* a parameter is drawn is a family's ``init_rule``, of which the usual one
+stands here.
 """
 
 from __future__ import annotations
@@ -35,6 +36,24 @@ class Constant:
 
 
 InitRule = Normal | Constant
+
+
+def decoder_init_rule(fqn: str, *, initializer_range: float, num_hidden_layers: int) -> InitRule:
+    """Say how a parameter of a decoder is drawn.
+
+    Matrices, stacks of experts and embeddings are normal with ``initializer_range``; the projections that write into
+    the residual stream (attention output, feed-forward down) are smaller by ``sqrt(2 * num_hidden_layers)``, so that
+    the stream's variance at the last block does not grow with depth. Norms start at one, biases at zero.
+
+    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
+    """
+    if fqn.endswith("norm.weight"):
+        return Constant(1.0)
+    if fqn.endswith(".bias"):
+        return Constant(0.0)
+    if fqn.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+        return Normal(initializer_range / (2 * num_hidden_layers) ** 0.5)
+    return Normal(initializer_range)
 
 
 def draw_rows(rule: InitRule, *, seed: int, fqn: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
