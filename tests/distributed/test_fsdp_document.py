@@ -94,8 +94,8 @@ def test_5_2_root_stays_gathered_and_children_do_as_told(reshard: bool) -> None:
     assert run_ranks(gathered_after_forward, 2, reshard)[0] == {"root": True, "block": not reshard}
 
 
-def shard_degrees(dp_shard_size: int) -> set[tuple[int, int]]:
-    _, model = build(f"fsdp_config.dp_shard_size={dp_shard_size}")
+def shard_degrees(dp_shard_size: int, *overrides: str) -> set[tuple[int, int]]:
+    _, model = build(f"fsdp_config.dp_shard_size={dp_shard_size}", *overrides)
     degrees = set()
     for parameter in model.parameters():
         mesh = parameter.device_mesh
@@ -107,6 +107,11 @@ def shard_degrees(dp_shard_size: int) -> set[tuple[int, int]]:
 @pytest.mark.parametrize("dp_shard_size", [1, 2, 4])
 def test_5_3_shard_degree_is_dp_shard_size(dp_shard_size: int) -> None:
     assert run_ranks(shard_degrees, 4, dp_shard_size) == [{(dp_shard_size, 4 // dp_shard_size)}] * 4
+
+
+def test_5_3_cp_does_not_widen_the_shard_degree() -> None:
+    words = ("accelerator.cp_size=2", "accelerator.cp_mode=ring")
+    assert run_ranks(shard_degrees, 4, 2, *words) == [{(2, 2)}] * 4
 
 
 def local_weights_after_training() -> dict[str, Tensor]:
@@ -126,6 +131,23 @@ def test_5_3_replicas_hold_equal_weights_after_updates() -> None:
     for first, second in ((0, 2), (1, 3)):
         for fqn, weight in outcomes[first].items():
             assert torch.equal(weight, outcomes[second][fqn]), fqn
+
+
+def gathered_after_each_micro_batch(reshard: str) -> list[set[bool]]:
+    run, model = build("fsdp_config.dp_shard_size=2", f"fsdp_config.reshard_after_backward={reshard}")
+    batches = split_batch(make_global_batch(0, 8, 16), run.meshes.dp_rank, 2, 1)[:3]
+    gathered = []
+    for index, batch in enumerate(batches):
+        set_micro_batch_policy(model, run.job.fsdp_config, is_last_micro_batch=index == len(batches) - 1)
+        PretrainTask().token_losses(model, batch).sum().backward()
+        gathered.append({not isinstance(parameter, DTensor) for parameter in model.parameters()})
+    return gathered
+
+
+@pytest.mark.parametrize("reshard", ["true", "false"])
+def test_5_9_only_the_last_micro_batch_reshards_after_backward(reshard: str) -> None:
+    between = {reshard == "false"}
+    assert run_ranks(gathered_after_each_micro_batch, 2, reshard)[0] == [between, between, {False}]
 
 
 def all_reduces_per_micro_batch(sync: str) -> list[int]:
