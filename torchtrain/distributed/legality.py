@@ -75,7 +75,8 @@ def _check_vocabulary_shards(architecture: DecoderSizes, job: Job) -> Iterator[F
         return math.ceil(vocab_size / size) * (size - 1) < vocab_size
 
     if not leaves_none_empty(tp_size):
-        legal = next(size for size in range(tp_size - 1, 0, -1) if leaves_none_empty(size))
+        shared = math.gcd(*(getattr(architecture, name) for name in _SPLIT_BY_TP))
+        legal = next(size for size in range(tp_size - 1, 0, -1) if shared % size == 0 and leaves_none_empty(size))
         rule = (
             f"must leave every rank a part of vocab_size = {vocab_size}, in parts of {math.ceil(vocab_size / tp_size)}"
         )

@@ -83,3 +83,45 @@ def test_heads_that_ulysses_cannot_share_are_refused_with_another_size_or_mode(
 @pytest.mark.parametrize("cp_size", [2, 3, 6, 12])
 def test_fewer_key_value_heads_than_ranks_are_legal(cp_size: int) -> None:
     assert context_parallel_faults("ulysses", cp_size, f"training.seq_len={cp_size * 8}") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rule", "fix"),
+    [
+        ("num_attention_heads: 16, num_key_value_heads: 4", "must divide num_key_value_heads = 4", "use 4"),
+        (
+            "num_attention_heads: 12, num_key_value_heads: 2",
+            "must divide num_attention_heads = 12 and num_key_value_heads = 2",
+            "use 2",
+        ),
+        ("num_key_value_heads: 8, intermediate_size: 36", "must divide intermediate_size = 36", "use 4"),
+    ],
+)
+def test_sizes_that_tensor_parallel_ranks_cannot_share_are_named_with_a_legal_size(
+    overrides: str, rule: str, fix: str
+) -> None:
+    (fault,) = faults_of("accelerator.tp_size=8", f"model.overrides={{{overrides}}}")
+    assert (fault.path, fault.rule, fault.fix) == ("accelerator.tp_size", rule, fix)
+
+
+def test_a_vocabulary_that_leaves_a_rank_nothing_is_refused() -> None:
+    sizes = "num_attention_heads: 8, num_key_value_heads: 8, vocab_size: 9"
+    (fault,) = faults_of("accelerator.tp_size=8", f"model.overrides={{{sizes}}}")
+    assert fault.rule == "must leave every rank a part of vocab_size = 9, in parts of 2"
+    assert fault.fix == "use 2"  # 5 would do for the vocabulary, not for the heads; 4 for the heads alone
+    assert faults_of("accelerator.tp_size=4", "model.overrides={vocab_size: 101}") == []
+
+
+def test_sequence_parallel_refuses_a_length_that_ranks_cannot_share() -> None:
+    sharing = ("accelerator.tp_size=4", "accelerator.sequence_parallel=true")
+    (fault,) = faults_of(*sharing, "training.seq_len=258")
+    assert (fault.path, fault.fix) == ("training.seq_len", "use 256 or 260")
+    assert faults_of(*sharing, "training.seq_len=260") == []
+    assert faults_of("accelerator.tp_size=4", "training.seq_len=258") == []
+
+
+def test_chunks_of_logits_that_are_gathered_anyway_are_refused() -> None:
+    (fault,) = faults_of("accelerator.tp_size=2", "training.loss_chunk_size=64")
+    assert (fault.path, fault.fix) == ("training.loss_chunk_size", "set accelerator.loss_parallel: true")
+    assert faults_of("accelerator.tp_size=2", "training.loss_chunk_size=64", "accelerator.loss_parallel=true") == []
+    assert faults_of("training.loss_chunk_size=64") == []
