@@ -44,7 +44,8 @@ _QUIET += ("--task.eval_interval=0", "--task.sample_prompt=null", "--metrics.con
 PLAIN: dict[str, Any] = {f"accelerator.{axis}_size": 1 for axis in ("tp", "cp", "ep", "pp")}
 PLAIN |= {"compile.enabled": False, "activation_checkpoint.mode": "none", "fsdp_config.replicate_params": ()}
 PLAIN |= {"optimizer._target_": "torch.optim.AdamW", "optimizer.options": {}, "optimizer.fp32_main_params": False}
-PLAIN |= {"fsdp_config.enable_offload": False, "fsdp_config.mix_precision.fp32_main_grad": False}
+PLAIN |= {"training.loss_chunk_size": None, "fsdp_config.enable_offload": False}
+PLAIN |= {"fsdp_config.mix_precision.fp32_main_grad": False}
 PLAIN |= {f"fsdp_config.{key}": True for key in ("reshard_after_backward", "requires_grad_sync")}
 PLAIN |= {f"fsdp_config.{way}_prefetch_depth": 1 for way in ("forward", "backward")}
 
@@ -107,12 +108,13 @@ def read_sweep(path: Path) -> Sweep:
     """Read a sweep file.
 
     Raises:
-        SweepError: All that is no key or no value of one.
-        ConfigError: The file cannot be read at all.
+        SweepError: The file cannot be read, or all in it that is no key or no value of one.
     """
-    mapping = read_mapping(path, named_by="sweep file")
     try:
+        mapping = read_mapping(path, named_by="sweep file")
         return TypeAdapter(Sweep).validate_json(json.dumps(mapping))
+    except ConfigError as error:
+        raise SweepError(error.faults) from None
     except ValidationError as error:
         raise SweepError(map(_explain, error.errors(include_url=False))) from None
 
