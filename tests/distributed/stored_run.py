@@ -45,7 +45,13 @@ class StoredRun:
         run = Run(job, replace(spec, build=build), architecture, self.meshes, is_main=False)
         rank_model = build_model(run)
         self.model = rank_model.module
-        self.optimizer = build_optimizer(self.model, job.optimizer, device=self.meshes.device)
+        self.optimizer = build_optimizer(
+            self.model,
+            job.optimizer,
+            device=self.meshes.device,
+            trusted_targets=job.trusted_targets,
+            is_stage=topology.pp_size > 1,
+        )
         self.step = build_train_step(job, rank_model, self.optimizer, self.meshes)
         self.checkpointer = Checkpointer(CheckpointConfig(resume=resume), folder or Path())
         self.num_steps = 0

@@ -56,7 +56,7 @@ def trace_one_step(*overrides: str) -> tuple[Records, tuple[CommVolume, ...]]:
     optimizer = build_optimizer(model, job.optimizer, device=meshes.device)
     step = build_train_step(job, rank_model, optimizer, meshes)
     log = Collected()
-    trace = CommTrace(model, meshes, log)
+    trace = CommTrace(rank_model.chunks, meshes, log)
     training = job.training
     for index in range(2):
         whole = make_global_batch(index, training.global_batch_size, training.seq_len)
@@ -204,7 +204,7 @@ def trace_every_kind() -> Records:
     job = load_job(None, [*MODEL, "fsdp_config.dp_shard_size=2"])
     meshes = build_meshes(Topology.resolve(job, 2), torch.device("cpu"))
     log = Collected()
-    trace = CommTrace(torch.nn.Linear(1, 1), meshes, log)
+    trace = CommTrace([torch.nn.Linear(1, 1)], meshes, log)
     rank, mesh = dist.get_rank(), meshes.device_mesh["dp"]
     x = torch.ones(8)
     whole = DTensor.from_local(x, mesh, [Shard(0)])
@@ -243,7 +243,7 @@ def fail_in_a_step() -> tuple[Records, Records]:
     job = load_job(None, [*MODEL, "fsdp_config.dp_shard_size=2"])
     meshes = build_meshes(Topology.resolve(job, 2), torch.device("cpu"))
     log = Collected()
-    trace = CommTrace(torch.nn.Linear(1, 1), meshes, log)
+    trace = CommTrace([torch.nn.Linear(1, 1)], meshes, log)
     with pytest.raises(ZeroDivisionError), trace.step(1):  # noqa: PT012 (the collective comes before the failure)
         dist.all_reduce(torch.ones(1))
         raise ZeroDivisionError

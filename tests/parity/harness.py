@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -64,6 +65,15 @@ def run_topology(world_size: int, *overrides: str) -> Outcome:
     for rank, outcome in enumerate(outcomes):
         assert outcome.losses == first.losses, f"rank {rank} reports another loss"
         assert outcome.norms == first.norms, f"rank {rank} reports another norm"
+    return merge_stages(outcomes)
+
+
+def merge_stages(outcomes: Sequence[Outcome]) -> Outcome:
+    """One outcome of the whole model: under pipeline parallelism each rank brings the tensors of its own stages."""
+    first = outcomes[0]
+    for outcome in outcomes[1:]:
+        first.weights = outcome.weights | first.weights
+        first.gradients = [theirs | ours for theirs, ours in zip(outcome.gradients, first.gradients, strict=True)]
     return first
 
 
@@ -81,7 +91,7 @@ def train_on_this_rank(overrides: tuple[str, ...]) -> Outcome:
     meshes = build_meshes(topology, torch.device("cpu"))
     rank_model = build_model(Run(job, load_spec(job.model.name), architecture, meshes, is_main=False))
     model = rank_model.module
-    optimizer = build_optimizer(model, job.optimizer, device=meshes.device)
+    optimizer = build_optimizer(model, job.optimizer, device=meshes.device, is_stage=topology.pp_size > 1)
     step = build_train_step(job, rank_model, optimizer, meshes)
     outcome = Outcome()
     optimizer.register_step_pre_hook(lambda *_: outcome.gradients.append(whole_gradients(model)))

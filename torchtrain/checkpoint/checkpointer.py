@@ -94,7 +94,7 @@ class Checkpointer:
             "step": step,
             "world_size": dist.get_world_size(),
             "has_optimizer_state": bool(optimizer.state),
-            "optimizer_scalars": view.scalars,
+            "optimizer_scalars": self._of_all_ranks(view.scalars),
             "state": state,
         }
         tensors = view.tensors | read_rng_state(_device_of(model))
@@ -293,6 +293,12 @@ class Checkpointer:
         if refusals:
             raise CheckpointError(refusals[0])
         return metadata, record
+
+    def _of_all_ranks(self, by_fqn: dict[str, _T]) -> dict[str, _T]:
+        """Collect on rank 0 what each rank has of its own parameters: pipeline stages have different ones."""
+        everyone: list[dict[str, _T]] = [by_fqn for _ in range(dist.get_world_size())]
+        dist.gather_object(by_fqn, everyone if dist.get_rank() == 0 else None, group=self._group)
+        return {fqn: value for one in everyone for fqn, value in one.items()}
 
     def _on_rank_0(self, action: Callable[[], _T], *, failure: type[CheckpointError] = CheckpointError) -> _T:
         """Let rank 0 act on the disk, and give every rank its result or its error."""

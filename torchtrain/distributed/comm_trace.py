@@ -1,8 +1,9 @@
 """Records every collective of a training step, and what each FSDP unit computes in between: ``debug.comm_trace``.
 
 A dispatch mode sees the collectives, wherever they come from, and the profiler labels with which torch's FSDP says
-which unit it gathers or reduces (``FSDP::all_gather (layers.0)``); so nothing of FSDP is patched and the model gets no
-hooks but two on its root. Nothing of this exists where the trace is off.
+which unit it gathers or reduces (``FSDP::all_gather (layers.0)``), and the pipeline's labels with which its stages say
+which micro-batch they work on; so nothing of FSDP is patched and the model gets no hooks but two on its root, or on the
+root of each stage. Nothing of this exists where the trace is off.
 
 A record is a mapping, ready for JSON, of one of three kinds:
 
@@ -14,7 +15,9 @@ A record is a mapping, ready for JSON, of one of three kinds:
 - ``summary``: the last one of a step and rank: ``wall_s`` and ``totals``, counts and bytes per kind, axis, unit, phase.
 
 Phases: ``agree`` before the first forward of a step (token counts), ``forward``, ``backward``, ``optimizer`` for
-everything after them (gradient norm, loss, update). Evaluations and checkpoints lie outside steps and are not recorded.
+everything after them (gradient norm, loss, update). A pipeline's forwards and backwards alternate; what passes between
+stages belongs to neither, as both directions travel in one batch: ``pipeline``. Two stages of one rank both have a
+unit ``root``. Evaluations and checkpoints lie outside steps and are not recorded.
 
 Times are seconds since this rank began the step, on the host's clock. A collective ends when its work is first found
 done, which is looked for at every operator; null where it went on beyond the step.
@@ -47,6 +50,7 @@ Record = dict[str, Any]
 ENTER, EXIT = "profiler::_record_function_enter_new", "profiler::_record_function_exit._RecordFunction"
 WAIT = "_c10d_functional::wait_tensor"
 _FSDP_LABEL = re.compile(r"FSDP::(?P<hook>\w+)(?: for [^(\[]*)?(?: \((?P<unit>[^)]*)\))?(?: \[pg=\d+\])?$")
+_PIPELINE_LABEL = re.compile(r"pipeline::(?P<what>forward|backward|step)(?: (?P<micro_batch>\d+))?$")
 _UNIT_HOOKS = ("all_gather", "all_gather_copy_out", "pre_forward", "post_forward", "pre_backward")
 _UNIT_HOOKS += ("post_backward_accumulate", "post_backward_reshard", "post_backward_reduce")
 _OPTIMIZER_LABEL = "Optimizer.step#"
@@ -67,12 +71,14 @@ class TraceLog(Protocol):
 class CommTrace:
     """Records the steps of one run."""
 
-    def __init__(self, model: nn.Module, meshes: Meshes, log: TraceLog) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], meshes: Meshes, log: TraceLog) -> None:
+        """Hook into what is called, the model or this rank's stages of it."""
         self._axes = AxisNames(meshes)
         self._log = log
         self._recorder: _Recorder | None = None
-        model.register_forward_pre_hook(self._enter_forward, prepend=True)
-        model.register_forward_hook(self._leave_forward, always_call=True)
+        for chunk in chunks:
+            chunk.register_forward_pre_hook(self._enter_forward, prepend=True)
+            chunk.register_forward_hook(self._leave_forward, always_call=True)
 
     @contextmanager
     def step(self, step: int) -> Generator[None]:
@@ -119,6 +125,10 @@ class AxisNames:
             self._sharding |= {
                 ranks: name for ranks, name in _axes_of(meshes.fsdp_moe_mesh).items() if ranks not in self._sharding
             }
+        if meshes.pp_group is not None:
+            self._plain[_ranks_of(meshes.pp_group)] = "pp"
+        if 1 < meshes.loss_group.size() < dist.get_world_size():
+            self._plain.setdefault(_ranks_of(meshes.loss_group), "loss_domain")
         self._ranks: dict[str, tuple[int, ...]] = {}
 
     def name(self, group: dist.ProcessGroup, *, is_unit: bool) -> str:
@@ -132,11 +142,15 @@ class AxisNames:
             The axis; ``world``, ``self`` or ``other`` where the group is none.
         """
         if group.group_name not in self._ranks:
-            self._ranks[group.group_name] = tuple(sorted(dist.get_process_group_ranks(group)))
+            self._ranks[group.group_name] = _ranks_of(group)
         ranks = self._ranks[group.group_name]
         first, second = (self._sharding, self._plain) if is_unit else (self._plain, self._sharding)
         fallback = {1: "self", dist.get_world_size(): "world"}.get(len(ranks), "other")
         return first.get(ranks) or second.get(ranks) or fallback
+
+
+def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def _axes_of(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
@@ -224,7 +238,7 @@ class _Recorder(TorchDispatchMode):
             "record": "collective",
             **self._identity,
             "sequence": len(self._collectives),
-            "micro_batch": self._micro_batch if phase in ("forward", "backward") else None,
+            "micro_batch": self._current_micro_batch if phase in ("forward", "backward") else None,
             "kind": collective.kind,
             "axis": self._axes.name(collective.group, is_unit=unit is not None),
             "group_size": collective.group.size(),
@@ -262,7 +276,25 @@ class _Recorder(TorchDispatchMode):
             return "backward"
         if self._forward_depth:
             return "forward"
+        if (label := self._pipeline_label) is not None:
+            if label["what"] != "step":
+                return label["what"]
+            # Some schedules gather a stage's parameters ahead of its first forward.
+            return "pipeline" if self._unit is None else "forward"
         return "agree" if self._micro_batch < 0 else "optimizer"
+
+    @property
+    def _pipeline_label(self) -> re.Match[str] | None:
+        """What the innermost label of a pipeline says."""
+        matches = (_PIPELINE_LABEL.match(label) for label in reversed(self._labels))
+        return next((match for match in matches if match), None)
+
+    @property
+    def _current_micro_batch(self) -> int | None:
+        """Counted from 0; None where a pipeline gathers or reduces for all of a step."""
+        if (label := self._pipeline_label) is None:
+            return self._micro_batch
+        return None if label["micro_batch"] is None else int(label["micro_batch"])
 
     @property
     def _unit(self) -> str | None:
@@ -296,7 +328,7 @@ class _Recorder(TorchDispatchMode):
             self._spans.close(None, "optimizer")
         match = _FSDP_LABEL.match(label)
         if match and match["hook"] in ("pre_forward", "pre_backward"):
-            self._spans.open(match["unit"] or "root", match["hook"].removeprefix("pre_"), self._micro_batch)
+            self._spans.open(match["unit"] or "root", match["hook"].removeprefix("pre_"), self._current_micro_batch)
         if match and not any(_FSDP_LABEL.match(other) for other in self._labels):
             self._spans.resume(now)
 

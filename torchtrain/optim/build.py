@@ -38,7 +38,12 @@ _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(OptimizerConfig)}
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, *, device: torch.device, trusted_targets: Sequence[str] = ()
+    model: nn.Module,
+    config: OptimizerConfig,
+    *,
+    device: torch.device,
+    trusted_targets: Sequence[str] = (),
+    is_stage: bool = False,
 ) -> torch.optim.Optimizer:
     """Build the optimizer of every trainable parameter, in groups with and without weight decay.
 
@@ -47,6 +52,7 @@ def build_optimizer(
         config: Section ``optimizer``. A key that the class does not take is left out while it has its default.
         device: Where the step runs; decides what ``fused: null`` means.
         trusted_targets: Import prefixes that ``_target_`` may name besides ``torch.optim.`` and ``torchtrain.``.
+        is_stage: Whether ``model`` is a part of one whose whole `check_optimizer` has seen: patterns may match nothing.
 
     Raises:
         ConfigError: ``_target_`` is not a trusted optimizer class, a key that was set is not one it takes, a pattern of
@@ -59,10 +65,11 @@ def build_optimizer(
     trainable = names_of_trainable(model)
     # The defaults are for all families, and need not match in each.
     own_patterns = [pattern for pattern in config.no_decay if pattern not in _DEFAULTS["no_decay"]]
-    faults += find_unmatched_patterns("optimizer.no_decay", own_patterns, [fqns[0] for fqns in trainable.values()])
+    if not is_stage:
+        faults += find_unmatched_patterns("optimizer.no_decay", own_patterns, [fqns[0] for fqns in trainable.values()])
     is_muon = issubclass(optimizer_class, Muon)
     grouping = {name: arguments.pop(name, None) for name in MUON_GROUPING_OPTIONS} if is_muon else {}
-    if is_muon:
+    if is_muon and not is_stage:
         faults += find_muon_faults(trainable, **grouping, lr=config.lr)
     if faults:
         raise ConfigError(faults)

@@ -42,7 +42,7 @@ from torchtrain.trainer.data_order import describe_data_order
 from torchtrain.trainer.evaluation import evaluate
 from torchtrain.trainer.forward_backward import ForwardBackward, build_forward_backward
 from torchtrain.trainer.precision import ComputePrecision
-from torchtrain.trainer.run import Run, build_model
+from torchtrain.trainer.run import RankModel, Run, build_model
 from torchtrain.trainer.sampling import sample
 from torchtrain.trainer.step import TrainStep
 from torchtrain.trainer.trainer import Instruments, Progress, Trainer
@@ -105,7 +105,13 @@ def _execute(
     job = run.job
     rank_model = build_model(run)
     model = rank_model.module
-    optimizer = build_optimizer(model, job.optimizer, device=run.device, trusted_targets=job.trusted_targets)
+    optimizer = build_optimizer(
+        model,
+        job.optimizer,
+        device=run.device,
+        trusted_targets=job.trusted_targets,
+        is_stage=run.meshes.topology.pp_size > 1,
+    )
     precision = ComputePrecision(
         job.fsdp_config.mix_precision, run.device, has_fsdp_domain=run.meshes.topology.has_fsdp_domain
     )
@@ -134,7 +140,7 @@ def _execute(
         data_order=describe_data_order(job, tokenizer),
     )
     is_resumed = trainer.resume()
-    with _instruments(run, model, resume_step=trainer.progress.step if is_resumed else None) as instruments:
+    with _instruments(run, rank_model, resume_step=trainer.progress.step if is_resumed else None) as instruments:
         is_finished = trainer.run(
             open_loader=partial(_open_train_loader, run, dataset),
             evaluate=_evaluator(run, model, forward_backward, dataset),
@@ -181,7 +187,7 @@ def _evaluator(
 
 
 @contextmanager
-def _instruments(run: Run, model: nn.Module, *, resume_step: int | None) -> Generator[Instruments]:
+def _instruments(run: Run, model: RankModel, *, resume_step: int | None) -> Generator[Instruments]:
     job = run.job
     with ExitStack() as stack:
         metrics = MetricsLogger(
@@ -199,7 +205,7 @@ def _instruments(run: Run, model: nn.Module, *, resume_step: int | None) -> Gene
         if job.debug.comm_trace:
             log = CommLog(run.output_dir, is_main=run.is_main, resume_step=resume_step)
             stack.callback(log.close)
-            comm_trace = CommTrace(model, run.meshes, log)
+            comm_trace = CommTrace(model.chunks, run.meshes, log)
         rank = torch.distributed.get_rank()
         yield Instruments(
             metrics=metrics,
