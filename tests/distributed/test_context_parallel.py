@@ -14,6 +14,7 @@ from torchtrain.config.parallel import CpMode
 from torchtrain.distributed.context_parallel import block_attention
 from torchtrain.distributed.context_parallel.apply import apply_context_parallel
 from torchtrain.distributed.context_parallel.sequence_layout import SequenceLayout, resolve_sequence_layout
+from torchtrain.distributed.context_parallel.tail_attention import TailAttention
 from torchtrain.nn.attention import Attention, AttentionConfig, SDPACore
 from torchtrain.testing.compare import relative_error
 from torchtrain.testing.ranks import run_ranks
@@ -113,6 +114,19 @@ def errors_with_plain_blocks(cases: list[tuple[CpMode, Shape]]) -> list[list[flo
     return errors_on_this_rank(cases)
 
 
+def errors_by_torchs_attention(cases: list[tuple[CpMode, Shape]]) -> list[list[float]]:
+    """The modes as on an accelerator, with torch's attention and its masks."""
+    original = TailAttention.__init__
+    TailAttention.__init__ = lambda self, *, is_blockwise: original(self, is_blockwise=False)
+    return errors_on_this_rank(cases)
+
+
+def test_core_over_torchs_attention_equals_attention_on_one_device() -> None:
+    cases = [(mode, shape) for mode in ("ulysses", "allgather") for shape in EVEN_KEYS]
+    for errors in run_ranks(errors_by_torchs_attention, 2, cases):
+        assert max(max(of_shape) for of_shape in errors) <= FP32_TENSOR
+
+
 def test_ring_without_a_fused_kernel_equals_attention_on_one_device() -> None:
     cases = [("ring", shape) for shape in SHAPES]
     for errors in run_ranks(errors_with_plain_blocks, 2, cases):
@@ -128,17 +142,17 @@ def test_fused_kernel_equals_plain_products_also_in_rows_that_see_nothing(kind: 
     mask = torch.rand(2, 1, 9, size, generator=generator) < 0.3 if kind == "mask" else None
     if mask is not None:
         mask[:, :, 4] = False
-    how = {"mask_B1TE": mask, "is_causal": kind == "causal"}
-    fused = block_attention.attend_block(q, k, v, **how)
-    plain = block_attention.attend_block_plainly(q, k, v, **how)
+    visible = block_attention.Visible(mask, is_causal=kind == "causal")
+    fused = block_attention.attend_block(q, k, v, visible)
+    plain = block_attention.attend_block_plainly(q, k, v, visible)
     assert relative_error(fused.out_BNTH, plain.out_BNTH) <= FP32_TENSOR
     assert torch.equal(fused.lse_BNT.isinf(), plain.lse_BNT.isinf())
     assert relative_error(fused.lse_BNT.exp(), plain.lse_BNT.exp()) <= FP32_TENSOR
     # Merged with other keys, so that the log-denominator is not the block's own.
     other = block_attention.Partial(torch.randn(2, 6, 9, 5, generator=generator), torch.zeros(2, 6, 9))
     merged = block_attention.merge(other, plain)
-    ours = block_attention.differentiate_block(grad, q, k, v, merged, **how)
-    theirs = block_attention.differentiate_block_plainly(grad, q, k, v, merged, **how)
+    ours = block_attention.differentiate_block(grad, q, k, v, merged, visible)
+    theirs = block_attention.differentiate_block_plainly(grad, q, k, v, merged, visible)
     for actual, expected in zip(ours, theirs, strict=True):
         assert relative_error(actual, expected) <= FP32_TENSOR
 

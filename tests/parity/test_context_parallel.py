@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,7 +12,8 @@ from tests.parity.harness import Outcome, one_rank, run_topology, train_on_this_
 from tests.parity.test_topologies import ACCUMULATE, SHARD_2, check
 from torchtrain.config.parallel import CpMode
 from torchtrain.data.batch import Batch
-from torchtrain.distributed.context_parallel import allgather, ring
+from torchtrain.distributed.context_parallel import ring, tail_attention
+from torchtrain.distributed.context_parallel.block_attention import Visible
 from torchtrain.distributed.fsdp2 import manager
 from torchtrain.testing.compare import relative_error
 from torchtrain.testing.ranks import run_ranks
@@ -25,6 +26,7 @@ HEADS = (
     "model.overrides={vocab_size: 101, hidden_size: 36, intermediate_size: 37, num_hidden_layers: 2, "
     "num_attention_heads: 4, num_key_value_heads: 1, head_dim: 10, tie_word_embeddings: false}"
 )
+TP = HEADS.replace("num_key_value_heads: 1", "num_key_value_heads: 2").replace("size: 37", "size: 38")
 PLAIN = "dataset.document_aware=false"
 WHOLE_BATCH = "training.micro_batch_size=8"
 HALF_BATCH = "training.micro_batch_size=4"
@@ -61,6 +63,13 @@ def test_topology_equals_one_rank(name: str) -> None:
     check(run_topology(world_size, HEADS, *overrides), reference(overrides))
 
 
+@pytest.mark.parametrize(("mode", "sequence_parallel"), [("ulysses", True), ("allgather", False), ("ring", True)])
+def test_tensor_times_context_parallel_equals_one_rank(mode: CpMode, sequence_parallel: bool) -> None:
+    sequence = f"accelerator.sequence_parallel={str(sequence_parallel).lower()}"
+    outcome = run_topology(4, TP, *cp(2, mode), "accelerator.tp_size=2", sequence, WHOLE_BATCH, SHARD_2)
+    check(outcome, one_rank(TP, WHOLE_BATCH))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_bf16_follows_fp32(mode: CpMode) -> None:
     low = run_topology(
@@ -77,13 +86,13 @@ def test_bf16_follows_fp32(mode: CpMode) -> None:
 def forget_the_offset(overrides: tuple[str, ...]) -> Outcome:
     """Mask: local queries masked as if they were the first of the sequence."""
 
-    def build_mask(self: allgather.AllGatherCore, document_ids_BT: torch.Tensor | None) -> torch.Tensor:
-        assert document_ids_BT is not None
-        mine_BT = self._layout.take(document_ids_BT)
-        seen_BE = document_ids_BT[:, : mine_BT.shape[1] * (self._layout.cp_rank + 1)]
-        return (mine_BT[:, :, None] == seen_BE[:, None, :]).tril_()[:, None]
+    def blocks(
+        q_BNTH: torch.Tensor, k_BKEH: torch.Tensor, document_ids_BE: torch.Tensor | None
+    ) -> Iterator[tuple[slice, Visible]]:
+        mask_TE = torch.ones(q_BNTH.shape[2], k_BKEH.shape[2], dtype=torch.bool).tril()
+        yield slice(None), Visible(mask_TE[None, None], is_causal=False)
 
-    allgather.AllGatherCore.build_mask = build_mask
+    tail_attention._blocks = blocks
     return train_on_this_rank(overrides)
 
 
@@ -124,7 +133,7 @@ def count_positions_from_the_share(overrides: tuple[str, ...]) -> Outcome:
 
 
 MUTATIONS: dict[Callable[[tuple[str, ...]], Outcome], tuple[int, tuple[str, ...]]] = {
-    forget_the_offset: CASES["cp2_allgather"],
+    forget_the_offset: CASES["cp2_allgather_plain"],
     mix_documents: CASES["cp2_ring"],
     drop_the_last_hop: CASES["cp2_ring"],
     never_reduce_over_cp: CASES["cp2_ulysses"],

@@ -9,8 +9,9 @@ from torchtrain.config.parallel import CpMode
 from torchtrain.distributed.context_parallel.allgather import AllGatherCore
 from torchtrain.distributed.context_parallel.ring import RingCore
 from torchtrain.distributed.context_parallel.sequence_layout import resolve_sequence_layout
+from torchtrain.distributed.context_parallel.tail_attention import TailAttention
 from torchtrain.distributed.context_parallel.ulysses import UlyssesCore
-from torchtrain.nn.attention import Attention, AttentionCore, SDPACore
+from torchtrain.nn.attention import Attention, AttentionCore
 
 
 def apply_context_parallel(model: nn.Module, mode: CpMode, cp_mesh: DeviceMesh) -> nn.Module:
@@ -34,8 +35,10 @@ def apply_context_parallel(model: nn.Module, mode: CpMode, cp_mesh: DeviceMesh) 
 def _build_core(mode: CpMode, cp_mesh: DeviceMesh) -> AttentionCore:
     group = cp_mesh.get_group()
     layout = resolve_sequence_layout(mode, cp_mesh.size(), cp_mesh.get_local_rank())
+    # The kernel that blocks are attended with is the CPU's; accelerators have better ones behind torch's attention.
+    tail = TailAttention(is_blockwise=cp_mesh.device_type == "cpu")
     if mode == "ulysses":
-        return UlyssesCore(SDPACore(), group)
+        return UlyssesCore(tail, group)
     if mode == "allgather":
-        return AllGatherCore(SDPACore(), layout, group)
+        return AllGatherCore(tail, layout, group)
     return RingCore(layout, group)

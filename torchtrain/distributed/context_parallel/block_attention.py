@@ -32,30 +32,55 @@ class Partial:
     lse_BNT: Tensor
 
 
-def attend_block(
-    q_BNTH: Tensor, k_BKEH: Tensor, v_BKEH: Tensor, *, mask_B1TE: Tensor | None, is_causal: bool
-) -> Partial:
+@dataclass(frozen=True)
+class Visible:
+    """Which of a block's keys its queries see.
+
+    Shapes:
+        mask_B1TE: Boolean, true where attention is allowed; ``None`` allows all.
+    """
+
+    mask_B1TE: Tensor | None
+    is_causal: bool
+    """T = E and no query sees a later key. Not together with a mask, which then says so itself."""
+
+
+def resolve_visible(query_ids_BT: Tensor | None, key_ids_BE: Tensor | None, *, is_causal: bool) -> Visible:
+    """Let a query see the keys of its document.
+
+    Args:
+        query_ids_BT: Document ids of the queries; ``None`` where a row is one document.
+        key_ids_BE: Document ids of the keys; ``None`` likewise.
+        is_causal: Whether the keys are the queries' own tokens; else they all stand before them.
+    """
+    if query_ids_BT is None or key_ids_BE is None:
+        return Visible(None, is_causal)
+    same_document_BTE = query_ids_BT[:, :, None] == key_ids_BE[:, None, :]
+    return Visible((same_document_BTE.tril_() if is_causal else same_document_BTE)[:, None], is_causal=False)
+
+
+def attend_block(q_BNTH: Tensor, k_BKEH: Tensor, v_BKEH: Tensor, visible: Visible) -> Partial:
     """Attend from a block of queries to a block of keys.
 
     Args:
         q_BNTH: Queries.
         k_BKEH: Keys; K divides N.
         v_BKEH: Values.
-        mask_B1TE: True where attention is allowed; ``None`` allows all.
-        is_causal: T = E and no query sees a later key. Not together with a mask.
+        visible: Which keys the queries see.
 
     Numerics:
         ``out`` has the dtype of the queries.
     """
     if q_BNTH.is_cpu:
+        mask_B1TE = visible.mask_B1TE
         bias = None if mask_B1TE is None else _as_bias(mask_B1TE, q_BNTH.dtype)
         out_BNTH, lse_BNT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BNTH, k_BKEH, v_BKEH, 0.0, is_causal, attn_mask=bias
+            q_BNTH, k_BKEH, v_BKEH, 0.0, visible.is_causal, attn_mask=bias
         )
         if mask_B1TE is not None:  # The kernel gives 0 for rows that see nothing.
             lse_BNT = lse_BNT.masked_fill(~mask_B1TE.any(dim=-1), -math.inf)
         return Partial(out_BNTH, lse_BNT)
-    return attend_block_plainly(q_BNTH, k_BKEH, v_BKEH, mask_B1TE=mask_B1TE, is_causal=is_causal)
+    return attend_block_plainly(q_BNTH, k_BKEH, v_BKEH, visible)
 
 
 def differentiate_block(
@@ -64,9 +89,7 @@ def differentiate_block(
     k_BKEH: Tensor,
     v_BKEH: Tensor,
     merged: Partial,
-    *,
-    mask_B1TE: Tensor | None,
-    is_causal: bool,
+    visible: Visible,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what this block of keys adds to the gradients.
 
@@ -76,20 +99,18 @@ def differentiate_block(
         k_BKEH: Keys.
         v_BKEH: Values.
         merged: Output and log-denominator over *all* keys that the queries see, not only over this block.
-        mask_B1TE: As in ``attend_block``.
-        is_causal: As in ``attend_block``.
+        visible: Which keys the queries see.
 
     Returns:
         This block's part of the queries' gradient, and the gradients of its keys and values.
     """
     if q_BNTH.is_cpu:
+        mask_B1TE = visible.mask_B1TE
         bias = None if mask_B1TE is None else _as_bias(mask_B1TE, q_BNTH.dtype)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_BNTH, q_BNTH, k_BKEH, v_BKEH, merged.out_BNTH, merged.lse_BNT, 0.0, is_causal, attn_mask=bias
+            grad_BNTH, q_BNTH, k_BKEH, v_BKEH, merged.out_BNTH, merged.lse_BNT, 0.0, visible.is_causal, attn_mask=bias
         )
-    return differentiate_block_plainly(
-        grad_BNTH, q_BNTH, k_BKEH, v_BKEH, merged, mask_B1TE=mask_B1TE, is_causal=is_causal
-    )
+    return differentiate_block_plainly(grad_BNTH, q_BNTH, k_BKEH, v_BKEH, merged, visible)
 
 
 def merge(first: Partial, second: Partial) -> Partial:
@@ -105,14 +126,12 @@ def merge(first: Partial, second: Partial) -> Partial:
     return Partial(first.out_BNTH.float() * first_BNT1 + second.out_BNTH.float() * second_BNT1, lse_BNT)
 
 
-def attend_block_plainly(
-    q_BNTH: Tensor, k_BKEH: Tensor, v_BKEH: Tensor, *, mask_B1TE: Tensor | None, is_causal: bool
-) -> Partial:
+def attend_block_plainly(q_BNTH: Tensor, k_BKEH: Tensor, v_BKEH: Tensor, visible: Visible) -> Partial:
     """Do what ``attend_block`` does by matrix products, on any device."""
     outs, lses = [], []
     v_BKEH_fp32 = v_BKEH.float()
     for rows in _row_slices(q_BNTH, k_BKEH):
-        scores_BKGRE = _scores(q_BNTH, k_BKEH, rows, mask_B1TE=mask_B1TE, is_causal=is_causal)
+        scores_BKGRE = _scores(q_BNTH, k_BKEH, rows, visible)
         lse_BKGR = scores_BKGRE.logsumexp(dim=-1)
         probabilities_BKGRE = scores_BKGRE.sub_(_finite(lse_BKGR)[..., None]).exp_()
         outs.append(torch.einsum("bkgre,bkeh->bkgrh", probabilities_BKGRE, v_BKEH_fp32).flatten(1, 2))
@@ -126,9 +145,7 @@ def differentiate_block_plainly(
     k_BKEH: Tensor,
     v_BKEH: Tensor,
     merged: Partial,
-    *,
-    mask_B1TE: Tensor | None,
-    is_causal: bool,
+    visible: Visible,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do what ``differentiate_block`` does by matrix products, on any device.
 
@@ -144,7 +161,7 @@ def differentiate_block_plainly(
         q_BKGRH = q_BNTH[:, :, rows].float().unflatten(1, groups)
         grad_BKGRH = grad_BNTH[:, :, rows].float().unflatten(1, groups)
         lse_BKGR1 = _finite(merged.lse_BNT[:, :, rows]).unflatten(1, groups)[..., None]
-        scores_BKGRE = _scores(q_BNTH, k_BKEH, rows, mask_B1TE=mask_B1TE, is_causal=is_causal)
+        scores_BKGRE = _scores(q_BNTH, k_BKEH, rows, visible)
         p_BKGRE = scores_BKGRE.sub_(lse_BKGR1).exp_()
         grad_v_BKEH += torch.einsum("bkgre,bkgrh->bkeh", p_BKGRE, grad_BKGRH)
         grad_p_BKGRE = torch.einsum("bkgrh,bkeh->bkgre", grad_BKGRH, v_fp32)
@@ -155,12 +172,12 @@ def differentiate_block_plainly(
     return torch.cat(grads_q, dim=2), grad_k_BKEH, grad_v_BKEH
 
 
-def _scores(q_BNTH: Tensor, k_BKEH: Tensor, rows: slice, *, mask_B1TE: Tensor | None, is_causal: bool) -> Tensor:
+def _scores(q_BNTH: Tensor, k_BKEH: Tensor, rows: slice, visible: Visible) -> Tensor:
     q_BKGRH = q_BNTH[:, :, rows].float().unflatten(1, (k_BKEH.shape[1], -1))
     scores_BKGRE = torch.einsum("bkgrh,bkeh->bkgre", q_BKGRH, k_BKEH.float()).mul_(q_BNTH.shape[-1] ** -0.5)
-    if mask_B1TE is not None:
-        return scores_BKGRE.masked_fill_(~mask_B1TE[:, None, :, rows], -math.inf)
-    if is_causal:
+    if visible.mask_B1TE is not None:
+        return scores_BKGRE.masked_fill_(~visible.mask_B1TE[:, None, :, rows], -math.inf)
+    if visible.is_causal:
         places_E = torch.arange(k_BKEH.shape[2], device=k_BKEH.device)
         return scores_BKGRE.masked_fill_(places_E > places_E[rows, None], -math.inf)
     return scores_BKGRE

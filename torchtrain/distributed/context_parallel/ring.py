@@ -28,9 +28,11 @@ from torch import Tensor
 
 from torchtrain.distributed.context_parallel.block_attention import (
     Partial,
+    Visible,
     attend_block,
     differentiate_block,
     merge,
+    resolve_visible,
 )
 from torchtrain.distributed.context_parallel.sequence_layout import SequenceLayout
 
@@ -113,8 +115,7 @@ class _Block:
 
     queries: slice
     keys: slice
-    mask_B1TE: Tensor | None
-    is_causal: bool
+    visible: Visible
 
 
 def _plan_block(source: int, rank: int, num_tokens: int, document_ids_CBT: Tensor | None) -> _Block:
@@ -125,13 +126,9 @@ def _plan_block(source: int, rank: int, num_tokens: int, document_ids_CBT: Tenso
         queries, keys = whole, first
     else:
         queries, keys = second, whole
-    is_causal = source == rank
-    if document_ids_CBT is None:
-        return _Block(queries, keys, None, is_causal)
-    mine_BT, theirs_BE = document_ids_CBT[rank, :, queries], document_ids_CBT[source, :, keys]
-    same_document_BTE = mine_BT[:, :, None] == theirs_BE[:, None, :]
-    mask_B1TE = (same_document_BTE.tril_() if is_causal else same_document_BTE)[:, None]
-    return _Block(queries, keys, mask_B1TE, is_causal=False)
+    query_ids_BT = None if document_ids_CBT is None else document_ids_CBT[rank, :, queries]
+    key_ids_BE = None if document_ids_CBT is None else document_ids_CBT[source, :, keys]
+    return _Block(queries, keys, resolve_visible(query_ids_BT, key_ids_BE, is_causal=source == rank))
 
 
 class _RingAttention(torch.autograd.Function):
@@ -148,9 +145,7 @@ class _RingAttention(torch.autograd.Function):
             passing = ring.pass_on(kv_2BKTH) if hop < ring.size - 1 else None
             block = _plan_block((ring.rank - hop) % ring.size, ring.rank, q_BNTH.shape[2], document_ids_CBT)
             k_BKEH, v_BKEH = kv_2BKTH[:, :, :, block.keys].unbind(0)
-            part = attend_block(
-                q_BNTH[:, :, block.queries], k_BKEH, v_BKEH, mask_B1TE=block.mask_B1TE, is_causal=block.is_causal
-            )
+            part = attend_block(q_BNTH[:, :, block.queries], k_BKEH, v_BKEH, block.visible)
             merged = part if merged is None else _merge_rows(merged, part, block.queries)
         assert merged is not None
         out_BNTH = merged.out_BNTH.to(q_BNTH.dtype)
@@ -180,8 +175,7 @@ class _RingAttention(torch.autograd.Function):
                 k_BKEH,
                 v_BKEH,
                 Partial(out_BNTH[:, :, rows], lse_BNT[:, :, rows]),
-                mask_B1TE=block.mask_B1TE,
-                is_causal=block.is_causal,
+                block.visible,
             )
             grad_q_BNTH[:, :, rows] += grad_part_q
             if hop == 0:

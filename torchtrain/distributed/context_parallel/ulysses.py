@@ -1,7 +1,6 @@
 """Attention by an exchange of heads for tokens: each rank computes the whole sequence for some of the heads.
 
-Two all-to-alls a layer and direction: one carries queries, keys and values, the other the output. The mask is that of
-the whole sequence, on every rank.
+Two all-to-alls a layer and direction: one carries queries, keys and values, the other the output.
 
 Shape legend: B = batch, T = tokens of this rank, S = tokens of the whole sequence = T x C, C = ranks of the cp axis,
 N = query heads, K = key/value heads, H = head dim; Q = query heads of one rank after the exchange, L = its key/value
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from torchtrain.distributed.attention_volume import exchanged_key_value_heads
 from torchtrain.distributed.context_parallel.exchange import exchange
-from torchtrain.nn.attention import AttentionCore
+from torchtrain.distributed.context_parallel.tail_attention import TailAttention
 
 
 class UlyssesCore:
@@ -33,12 +32,12 @@ class UlyssesCore:
         group: Ranks of the cp axis. The query heads must be a multiple of their number.
     """
 
-    def __init__(self, inner: AttentionCore, group: dist.ProcessGroup) -> None:
+    def __init__(self, inner: TailAttention, group: dist.ProcessGroup) -> None:
         self._inner = inner
         self._group = group
 
     def build_mask(self, document_ids_BT: Tensor | None) -> Tensor | None:
-        """Build the inner core's mask of the whole sequence."""
+        """Build the mask of the whole sequence, from its document ids."""
         return self._inner.build_mask(document_ids_BT)
 
     @torch.compiler.disable
