@@ -44,6 +44,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "cp2_accumulated": (2, (*cp(2, "allgather"), ACCUMULATE, SHARD_2, "fsdp_config.requires_grad_sync=false")),
     "cp4_ring": (4, (*cp(4, "ring"), WHOLE_BATCH, SHARD_2)),
     "cp4_ring_plain": (4, (*cp(4, "ring"), WHOLE_BATCH, PLAIN)),
+    "pp2_cp2_ring": (4, (*cp(2, "ring"), "accelerator.pp_size=2", "training.micro_batch_size=2")),
     "cp2_ring_selective_recompute": (2, (*cp(2, "ring"), WHOLE_BATCH, "activation_checkpoint.mode=selective_op")),
     "cp2_ulysses_full_recompute": (2, (*cp(2, "ulysses"), WHOLE_BATCH, "activation_checkpoint.mode=full")),
     "cp2_allgather_compiled": (
