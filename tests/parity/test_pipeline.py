@@ -47,6 +47,26 @@ CASES = {
 }
 
 
+EVEN_MODEL = (
+    "model.overrides={vocab_size: 101, hidden_size: 32, intermediate_size: 36, num_hidden_layers: 4, "
+    "num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, tie_word_embeddings: false}"
+)
+COMPOSED = {
+    "tensor": (4, ["accelerator.tp_size=2"]),
+    "sequence_and_loss": (4, ["accelerator={tp_size: 2, sequence_parallel: true, loss_parallel: true}"]),
+    "ring_in_a_v": (4, ["accelerator={cp_size: 2, cp_mode: ring, pp_schedule: ZBVZeroBubble}"]),
+    "everything": (
+        8,
+        [
+            "accelerator={tp_size: 2, cp_size: 2, cp_mode: allgather, sequence_parallel: true, loss_parallel: true}",
+            "accelerator.pp_schedule=InterleavedZeroBubble",
+            "training.loss_chunk_size=3",
+            SHARD_2,
+        ],
+    ),
+}
+
+
 def reference() -> Outcome:
     return one_rank(MODEL, "training.micro_batch_size=8")
 
@@ -55,6 +75,13 @@ def reference() -> Outcome:
 def test_pipeline_equals_one_rank(name: str) -> None:
     world_size, overrides = CASES[name]
     check(run_topology(world_size, MODEL, PP_2, ONE_BY_ONE, *overrides), reference())
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_pipeline_of_parallel_stages_equals_one_rank(name: str) -> None:
+    world_size, overrides = COMPOSED[name]
+    outcome = run_topology(world_size, EVEN_MODEL, PP_2, ONE_BY_ONE, *overrides)
+    check(outcome, one_rank(EVEN_MODEL, "training.micro_batch_size=8"))
 
 
 @pytest.mark.parametrize(

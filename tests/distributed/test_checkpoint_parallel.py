@@ -1,0 +1,81 @@
+"""Checkpoints between parallel topologies: what tensor, context and pipeline ranks save, any other topology loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.distributed.stored_run import StoredRun
+from torchtrain.testing.ranks import run_ranks
+
+MODEL = (
+    "model.overrides={vocab_size: 101, hidden_size: 32, intermediate_size: 36, num_hidden_layers: 4, "
+    "num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, tie_word_embeddings: false}",
+    "training.micro_batch_size=1",
+)
+FSDP_TP = ("fsdp_config.dp_shard_size=2", "accelerator.tp_size=2", "accelerator.sequence_parallel=true")
+PP_CP = (
+    "fsdp_config.dp_shard_size=2",
+    "accelerator.pp_size=2",
+    "accelerator.pp_schedule=Interleaved1F1B",
+    "accelerator.cp_size=2",
+)
+HSDP = ("fsdp_config.dp_shard_size=2", "fsdp_config.comm_fusion=true")
+NUM_STEPS = 2
+ROUTE: tuple[tuple[int, tuple[str, ...]], ...] = ((4, PP_CP), (1, ()), (4, HSDP), (4, FSDP_TP))
+
+
+def begin(overrides: tuple[str, ...], folder: Path) -> tuple[dict[str, Tensor], list[float]]:
+    """Train, save, and train one step more."""
+    run = StoredRun(*MODEL, *overrides, folder=folder)
+    run.train(NUM_STEPS)
+    run.save()
+    run.checkpointer.wait()
+    return run.whole_tensors(), run.train(1)
+
+
+def pass_on(overrides: tuple[str, ...], source: Path, folder: Path) -> tuple[dict[str, Tensor], list[float]]:
+    """Load, save elsewhere, and train one step more."""
+    run = StoredRun(*MODEL, *overrides, folder=folder, resume=str(source))
+    run.resume()
+    tensors = run.whole_tensors()
+    run.save()
+    run.checkpointer.wait()
+    return tensors, run.train(1)
+
+
+def test_a_state_travels_through_every_topology_and_back_bit_for_bit(tmp_path: Path) -> None:
+    started = run_ranks(begin, 4, FSDP_TP, tmp_path / "0")
+    expected, next_step = started[0]
+    folder = tmp_path / "0"
+    for stop, (world_size, overrides) in enumerate(ROUTE, start=1):
+        source, folder = folder / f"step_{NUM_STEPS:08d}", tmp_path / str(stop)
+        arrived = run_ranks(pass_on, world_size, overrides, source, folder)
+        everything = {name: tensor for tensors, _ in arrived for name, tensor in tensors.items()}
+        assert everything.keys() == expected.keys()
+        for tensors, _ in arrived:
+            for name, tensor in tensors.items():
+                assert torch.equal(tensor, expected[name]), (stop, name)
+    assert arrived[0][1] == next_step
+
+
+def count_steps(overrides: tuple[str, ...], folder: Path, resume: str | None) -> dict[str, int]:
+    """Train with an optimizer that keeps plain numbers; returns them by fqn."""
+    target = "tests.distributed.test_checkpoint_topology.CountingSGD"
+    optimizer = (f"optimizer._target_={target}", "trusted_targets=[tests]", "optimizer.fused=null")
+    run = StoredRun(*MODEL, *optimizer, *overrides, folder=folder, resume=resume)
+    if resume is None:
+        run.train(NUM_STEPS)
+        run.save()
+        run.checkpointer.wait()
+    else:
+        run.resume()
+    return {fqn: run.optimizer.state[parameter]["count"] for fqn, parameter in run.model.named_parameters()}
+
+
+def test_numbers_of_every_stage_are_saved(tmp_path: Path) -> None:
+    run_ranks(count_steps, 2, ("accelerator.pp_size=2",), tmp_path, None)
+    (counts,) = run_ranks(count_steps, 1, (), tmp_path / "later", str(tmp_path / f"step_{NUM_STEPS:08d}"))
+    assert set(counts.values()) == {NUM_STEPS}
