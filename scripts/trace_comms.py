@@ -7,8 +7,8 @@ first ones warm up. Left in the output folder: ``comm_trace.jsonl``, ``comm_trac
 ``comm_timeline.png`` (rank 0).
 
 Exit codes: 0; 1 where the run failed, ranks differ, or a byte differs from the formula; 2 where the job is wrong. The
-formula speaks of FSDP's units alone, and of jobs without tensor or expert parallelism; elsewhere there is only the
-trace.
+formula speaks of FSDP's units and of context parallelism's attention, in jobs without tensor, expert or pipeline
+parallelism; elsewhere there is only the trace.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchtrain.distributed.comm_volume import CommVolume, plan_comm_volume
+from torchtrain.distributed.attention_volume import AttentionSizes, plan_attention_volume
+from torchtrain.distributed.comm_volume import DTYPE_BYTES, CommVolume, plan_comm_volume
 from torchtrain.errors import TorchtrainError
 from torchtrain.metrics.jsonl import read_jsonl
 from torchtrain.train import CheckedJob, check_job
@@ -116,12 +117,34 @@ def predict(checked: CheckedJob) -> dict[Key, Amount] | None:
         storage_dtype=job.model.init_dtype,
         num_micro_batches=topology.gradient_accumulation_steps(job.training),
     )
+    volumes += _predict_attention(checked)
     return {_key(volume): Amount(volume.count, volume.bytes, volume.sent_bytes) for volume in volumes}
 
 
+def _predict_attention(checked: CheckedJob) -> tuple[CommVolume, ...]:
+    job, topology, architecture = checked.job, checked.topology, checked.architecture
+    recompute, num_layers = job.activation_checkpoint, architecture.num_hidden_layers
+    every = recompute.every_n_blocks if recompute.mode == "every_nth_block" else 1
+    sizes = AttentionSizes(
+        cp_size=topology.cp_size,
+        num_tokens=job.training.micro_batch_size * job.training.seq_len,
+        num_layers=num_layers,
+        num_attention_heads=architecture.num_attention_heads,
+        num_key_value_heads=architecture.num_key_value_heads,
+        head_dim=architecture.head_dim,
+        element_bytes=DTYPE_BYTES[job.fsdp_config.mix_precision.param_dtype or job.model.init_dtype],
+    )
+    return plan_attention_volume(
+        job.accelerator.cp_mode,
+        sizes,
+        num_micro_batches=topology.gradient_accumulation_steps(job.training),
+        num_recomputed_layers=0 if recompute.mode == "none" else -(-num_layers // every),
+    )
+
+
 def find_differences(measured: Amounts, predicted: Amounts) -> list[str]:
-    """Say where what units moved is not what the formula says."""
-    keys = [key for key in {**measured, **predicted} if key.unit != _NO_UNIT]
+    """Say where what units and attention moved is not what the formula says."""
+    keys = [key for key in {**measured, **predicted} if _has_formula(key)]
     return [
         f"{key.unit}, {key.kind} in {key.phase} over {key.axis}: the trace has {measured.get(key, Amount())}, "
         f"the formula {predicted.get(key, Amount())}"
@@ -167,7 +190,12 @@ def build_table(amounts: Amounts, predicted: Amounts | None) -> Table:
 
 
 def _key(volume: CommVolume) -> Key:
-    return Key(volume.unit, volume.phase, volume.kind, volume.axis)
+    return Key(volume.unit or _NO_UNIT, volume.phase, volume.kind, volume.axis)
+
+
+def _has_formula(key: Key) -> bool:
+    """Whether the formula speaks of it: not of counts and losses, which no unit asks for either."""
+    return key.unit != _NO_UNIT or (key.axis == "cp" and key.phase in ("forward", "backward"))
 
 
 def _content(rows: Sequence[tuple[Key, Amount]]) -> set[tuple[str, str, str, Amount]]:
@@ -183,7 +211,7 @@ def _numbers(amount: Amount) -> tuple[str, str, str]:
 
 
 def _verdict(key: Key, amount: Amount, predicted: Amounts | None) -> Text:
-    if predicted is None or key.unit == _NO_UNIT:
+    if predicted is None or not _has_formula(key):
         return Text("")
     expected = predicted.get(key, Amount())
     return Text("equal", "green") if amount == expected else Text(f"{expected.count:,} x, {expected.bytes:,}", "red")

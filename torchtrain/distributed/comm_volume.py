@@ -44,7 +44,8 @@ from torchtrain.config.fsdp import FSDP2Config
 if TYPE_CHECKING:  # it imports torch
     from torchtrain.distributed.fsdp2.shard_plan import ShardPlan, ShardUnit
 
-_DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+"""Bytes of an element, by the name that a job gives its dtype."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ def plan_comm_volume(
     param_dtype = precision.param_dtype or storage_dtype
     recipe = _Recipe(
         num_micro_batches,
-        param_bytes=_DTYPE_BYTES[param_dtype],
-        reduce_bytes=_DTYPE_BYTES[precision.reduce_dtype or param_dtype],
+        param_bytes=DTYPE_BYTES[param_dtype],
+        reduce_bytes=DTYPE_BYTES[precision.reduce_dtype or param_dtype],
         is_fused=config.comm_fusion,
         reshards_after_backward=config.reshard_after_backward,
         syncs_every_micro_batch=config.requires_grad_sync,

@@ -58,6 +58,12 @@ def test_what_no_unit_asked_for_is_no_difference():
     assert find_differences({key("(no unit)"): Amount(1, 8, 4)}, {}) == []
 
 
+def test_attention_of_context_parallel_ranks_has_a_formula_and_their_loss_has_none():
+    attention = Key("(no unit)", "forward", "all_to_all", "cp")
+    assert len(find_differences({attention: Amount(1, 9, 4)}, {attention: Amount(1, 8, 4)})) == 1
+    assert find_differences({Key("(no unit)", "optimizer", "all_reduce", "cp"): Amount(1, 8, 4)}, {}) == []
+
+
 def test_table_says_where_the_formula_disagrees():
     amounts = {key("a"): Amount(1, 9, 4), key("b"): Amount(1, 8, 4)}
     lines = shown(build_table(amounts, {key("a"): Amount(2, 1234, 4), key("b"): Amount(1, 8, 4)})).splitlines()
