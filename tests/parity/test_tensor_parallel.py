@@ -47,6 +47,7 @@ CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "replicate2_tp2_sp_lp": (4, (GROUPED,), (TP, SP, LP, MICRO_2, "training.loss_chunk_size=5")),
     "hsdp_2x2_tp2_sp_lp": (8, BIASED, (SHARD_2, TP, SP, LP, "training.micro_batch_size=1")),
     "tp2_recompute": (2, (GROUPED,), (TP, SP, "activation_checkpoint.mode=selective_op")),
+    "compiled": (2, (GROUPED,), (TP, SP, "compile.enabled=true", "compile.backend=aot_eager")),
     "whole_parameters": (
         4,
         BIASED,
@@ -93,8 +94,8 @@ MAIN = ("model.init_dtype=bfloat16", "optimizer.fp32_main_params=true", "fsdp_co
 
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
-    [(4, (SHARD_2, TP, SP, LP)), (4, (SHARD_2, TP, SP, LP, MICRO_2, SYNC_LAST, *MAIN)), (2, (TP, SP, LP))],
-    ids=["fsdp2_tp2", "main_gradients", "autocast"],
+    [(4, (SHARD_2, TP, SP, LP)), (4, (SHARD_2, TP, SP, LP, MICRO_2, SYNC_LAST, *MAIN)), (2, (TP, SP, LP, *MAIN))],
+    ids=["fsdp2_tp2", "main_gradients", "autocast_main_gradients"],
 )
 def test_bf16_follows_fp32(world_size: int, overrides: tuple[str, ...]) -> None:
     low = run_everywhere(world_size, GROUPED, *with_batch(world_size, overrides), *LOW_PRECISION)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -50,12 +50,23 @@ def apply_tensor_parallel(model: nn.Module, plan: TensorParallelPlan, tp_mesh: D
                 pass
             case style:
                 parallelize_module(module, tp_mesh, _torch_style(style, stream))
+        if planned.style is Style.EMBEDDING:
+            module.register_forward_hook(_wait)
     mark_partial_gradients(model, plan)
     for first, *others in ties.values():
         for fqn in others:
             owner, _, name = fqn.rpartition(".")
             setattr(model.get_submodule(owner), name, model.get_parameter(first))
     return model
+
+
+def _wait(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Wait for the collective that torch's style leaves under way, by copying its result.
+
+    A block may be compiled, and torch 2.13 loses the gradient of an unfinished collective that enters a compiled
+    region: the embedding would learn nothing. Elsewhere the sum with the residual stream waits.
+    """
+    return output.clone()
 
 
 def _torch_style(style: Style, stream: Placement) -> ParallelStyle:
