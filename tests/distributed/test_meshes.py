@@ -74,3 +74,19 @@ def test_groups_of_the_meshes_are_those_of_the_arithmetic(topologies, by_rank, c
             name: {axis: next(group for group in grid.groups(axis) if rank in group) for axis in grid.axis_names}
             for name, grid in grids.items()
         }
+
+
+def plugin_groups_of_this_rank(topology: Topology) -> dict[str, tuple[int, ...]]:
+    mesh = build_meshes(topology, torch.device("cpu")).fsdp_moe_mesh
+    assert mesh is not None
+    return {axis: tuple(dist.get_process_group_ranks(mesh[axis].get_group())) for axis in mesh.mesh_dim_names or ()}
+
+
+@pytest.mark.parametrize(("cp", "ep"), [(2, 2), (1, 2), (1, 4), (1, 1)])
+def test_groups_of_the_plugins_expert_mesh_are_those_of_the_arithmetic(cp: int, ep: int) -> None:
+    words = [f"dist_config={{name: fsdpturbo, ep_size: {ep}}}", f"accelerator.cp_size={cp}"]
+    topology = Topology.resolve(read_job(None, words).job, 4)
+    grid = topology.fsdpturbo_mesh_ranks()
+    for rank, found in enumerate(run_ranks(plugin_groups_of_this_rank, 4, topology)):
+        for axis in ("efsdp", "ep", "expert_cp"):
+            assert found[axis] == next(group for group in grid.groups(axis) if rank in group)

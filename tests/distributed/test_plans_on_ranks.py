@@ -134,7 +134,7 @@ class Feed(nn.Module):
 
 
 def meshes_of(**sizes: int) -> Meshes:
-    ones = dict.fromkeys(Topology.__dataclass_fields__, 1)
+    ones = {name: 1 for name in Topology.__dataclass_fields__ if name.endswith("_size")}
     return build_meshes(Topology(**{**ones, "world_size": dist.get_world_size(), **sizes}), CPU)
 
 

@@ -7,6 +7,7 @@ selects one here and never builds its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -31,7 +32,8 @@ class Meshes:
     loss_group: ProcessGroup
     """Ranks whose token losses differ, pp x dp x cp: losses are summed over it, a stage without a head adds 0."""
     fsdp_moe_mesh: DeviceMesh | None = None
-    """Axes (edp_replicate, edp_shard, ep): all ranks of the stage again, for routed experts; None without ep."""
+    """All ranks of the stage again, for routed experts: axes (edp_replicate, edp_shard, ep), or (expert_cp, efsdp, ep)
+    under fsdpturbo; None without expert parallelism."""
     pp_mesh: DeviceMesh | None = None
     """The ranks that stand at the same place of each stage, in the order of the stages; None without pp."""
 
@@ -47,7 +49,7 @@ class Meshes:
         )
         if name == "expert":
             assert self.fsdp_moe_mesh is not None, "expert units need an ep axis"
-            root, axes = self.fsdp_moe_mesh, ("edp_replicate", "edp_shard")
+            root, axes = self.fsdp_moe_mesh, self.topology.expert_axes
             num_replicas = self.topology.edp_replicate_size
         return root[axes] if num_replicas > 1 else root[axes[1]]
 
@@ -100,12 +102,22 @@ def build_meshes(topology: Topology, device: torch.device) -> Meshes:
         fsdp_non_moe_mesh=of_stage(
             fsdp_replicate=sizes.dp_replicate_size, fsdp_shard=sizes.dp_shard_size, tp=sizes.tp_size
         ),
-        fsdp_moe_mesh=of_stage(edp_replicate=sizes.edp_replicate_size, edp_shard=sizes.edp_shard_size, ep=sizes.ep_size)
-        if sizes.ep_size > 1
-        else None,
+        fsdp_moe_mesh=_build_expert_mesh(topology, device, of_stage) if topology.has_expert_mesh else None,
         pp_mesh=world["pp"] if sizes.pp_size > 1 else None,
         loss_group=_group_without_tp(world),
     )
+
+
+def _build_expert_mesh(topology: Topology, device: torch.device, of_stage: Callable[..., DeviceMesh]) -> DeviceMesh:
+    if not topology.is_fsdpturbo:
+        sizes = {"edp_replicate": topology.edp_replicate_size, "edp_shard": topology.edp_shard_size}
+        return of_stage(**sizes, ep=topology.ep_size)
+    grid = topology.fsdpturbo_mesh_ranks()
+    # The plugin's ranks with its axes in another order: FSDP wants the replicate axis before the shard axis, and a
+    # slice of a mesh keeps the order of the mesh.
+    names = ("edp", "expert_cp", "efsdp", "ep")
+    ranks = torch.tensor(grid.nested()).permute([grid.axis_names.index(name) for name in names])
+    return DeviceMesh(device.type, ranks.contiguous(), mesh_dim_names=names)[names[1:]]
 
 
 def _group_without_tp(world: DeviceMesh) -> ProcessGroup:

@@ -2,8 +2,9 @@
 
 One pipeline stage is a contiguous block of ranks. Inside it the same ranks carry three grids: ``device_mesh`` (dp, cp,
 tp), ``fsdp_non_moe_mesh`` (fsdp_replicate, fsdp_shard, tp), which is dp x cp reshaped, and ``fsdp_moe_mesh``
-(edp_replicate, edp_shard, ep), which lays the whole stage out anew with the expert ranks innermost. The live meshes of
-``meshes`` are tested against these grids.
+(edp_replicate, edp_shard, ep), which lays the whole stage out anew with the expert ranks innermost. Under the plugin
+fsdpturbo the experts have (edp, efsdp, ep, expert_cp) instead. The live meshes of ``meshes`` are tested against these
+grids.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class Topology:
     edp_size: int
     edp_replicate_size: int
     edp_shard_size: int
+    is_fsdpturbo: bool = False
+    """Experts are laid out as the plugin does it; then ``edp_shard_size`` is its efsdp, ``edp_replicate_size`` cp."""
 
     @classmethod
     def resolve(cls, job: Job, world_size: int) -> Topology:
@@ -85,6 +88,9 @@ class Topology:
         sizes, ep_size = job.accelerator, expert_parallel_size(job)
         stage_size = world_size // sizes.pp_size
         domain, edp_size = stage_size // sizes.tp_size, stage_size // ep_size
+        edp_shard_size = job.fsdp_config.edp_shard_size
+        if is_fsdpturbo := job.dist_config.name == "fsdpturbo":
+            edp_shard_size = domain // sizes.cp_size // ep_size
         return cls(
             world_size=world_size,
             pp_size=sizes.pp_size,
@@ -95,8 +101,9 @@ class Topology:
             dp_replicate_size=domain // job.fsdp_config.dp_shard_size,
             dp_shard_size=job.fsdp_config.dp_shard_size,
             edp_size=edp_size,
-            edp_replicate_size=edp_size // job.fsdp_config.edp_shard_size,
-            edp_shard_size=job.fsdp_config.edp_shard_size,
+            edp_replicate_size=edp_size // edp_shard_size,
+            edp_shard_size=edp_shard_size,
+            is_fsdpturbo=is_fsdpturbo,
         )
 
     @property
@@ -118,6 +125,11 @@ class Topology:
         """
         return self.fsdp_domain_size > 1 or (self.ep_size > 1 and self.edp_size > 1)
 
+    @property
+    def has_expert_mesh(self) -> bool:
+        """Whether experts have a mesh of their own; under fsdpturbo also on one expert-parallel rank."""
+        return self.ep_size > 1 or self.is_fsdpturbo
+
     def gradient_accumulation_steps(self, training: TrainingConfig) -> int:
         """Micro-batches per optimizer step and rank, as they are read; a pipeline may cut them smaller."""
         return training.global_batch_size // (training.micro_batch_size * self.dp_size)
@@ -137,6 +149,21 @@ class Topology:
         return self._grid(
             pp_stage, edp_replicate=self.edp_replicate_size, edp_shard=self.edp_shard_size, ep=self.ep_size
         )
+
+    def fsdpturbo_mesh_ranks(self) -> RankGrid:
+        """(edp, efsdp, ep, expert_cp) over the world: the plugin's expert mesh, which has no tp and no pp."""
+        return self._grid(
+            0,
+            edp=self.dp_size // (self.ep_size * self.edp_shard_size),
+            efsdp=self.edp_shard_size,
+            ep=self.ep_size,
+            expert_cp=self.cp_size,
+        )
+
+    @property
+    def expert_axes(self) -> tuple[str, str]:
+        """Mesh axes over which experts are replicated and sharded, apart from ep."""
+        return ("expert_cp", "efsdp") if self.is_fsdpturbo else ("edp_replicate", "edp_shard")
 
     def _grid(self, pp_stage: int, **axes: int) -> RankGrid:
         return RankGrid(tuple(axes), tuple(axes.values()), first_rank=pp_stage * self.stage_size)
@@ -230,10 +257,11 @@ def _find_domain_faults(job: Job, world_size: int) -> Iterator[Fault]:
             f" = {domain} (world size {world_size})",
             f"use {nearest_divisors(fsdp.dp_shard_size, of=domain)}",
         )
-    if stage_size % ep_size:
-        path = "dist_config.ep_size" if job.dist_config.name == "fsdpturbo" else "accelerator.ep_size"
+    if job.dist_config.name == "fsdpturbo":
+        yield from _find_fsdpturbo_faults(job, dp_size=domain // accelerator.cp_size)
+    elif stage_size % ep_size:
         yield Fault(
-            path,
+            "accelerator.ep_size",
             ep_size,
             f"must divide the expert domain dp_size x cp_size x tp_size = {stage_size} (world size {world_size})",
             f"use {nearest_divisors(ep_size, of=stage_size)}",
@@ -266,6 +294,33 @@ def _find_domain_faults(job: Job, world_size: int) -> Iterator[Fault]:
             "sets gradients of weights itself, in the compute dtype, which fsdp_config.mix_precision.fp32_main_grad "
             "allows only where FSDP reduces them: more than one data-parallel rank",
             "use 1F1B or Interleaved1F1B",
+        )
+
+
+def _find_fsdpturbo_faults(job: Job, *, dp_size: int) -> Iterator[Fault]:
+    ep_size, edp_shard_size = expert_parallel_size(job), job.fsdp_config.edp_shard_size
+    for name in ("tp_size", "pp_size"):
+        if (size := getattr(job.accelerator, name)) > 1:
+            yield Fault(
+                f"accelerator.{name}",
+                size,
+                'must be 1 with dist_config.name "fsdpturbo", whose mesh (edp, efsdp, ep, expert_cp) has no such axis',
+                f"set accelerator.{name}: 1, or dist_config.name: fsdp2 with accelerator.ep_size",
+            )
+    if dp_size % ep_size:
+        yield Fault(
+            "dist_config.ep_size",
+            ep_size,
+            f"must divide dp_size = world size / cp_size = {dp_size}",
+            f"use {nearest_divisors(ep_size, of=dp_size)}",
+        )
+    elif edp_shard_size not in (1, dp_size // ep_size):
+        yield Fault(
+            "fsdp_config.edp_shard_size",
+            edp_shard_size,
+            'belongs to dist_config.name "fsdp2"; fsdpturbo shards experts over efsdp = dp_size / dist_config.ep_size '
+            f"= {dp_size // ep_size}",
+            "remove it",
         )
 
 

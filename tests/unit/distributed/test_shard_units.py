@@ -32,7 +32,7 @@ def plan(
     **sizes: int,
 ) -> ShardPlan:
     hsdp = {"world_size": 8, "dp_size": 8, "dp_replicate_size": 2, "dp_shard_size": 4}
-    topology = Topology(**{field.name: 1 for field in fields(Topology)} | hsdp | sizes)
+    topology = Topology(**{field.name: 1 for field in fields(Topology) if field.name.endswith("_size")} | hsdp | sizes)
     return plan_shards(model, config or FSDP2Config(), topology, source_layouts or {})
 
 

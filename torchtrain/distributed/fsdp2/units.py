@@ -104,7 +104,7 @@ def plan_stage_shards(whole: ShardPlan, stage: nn.Module, config: FSDP2Config) -
 
 def _mesh_axes(topology: Topology, *, has_experts: bool) -> dict[MeshName, tuple[tuple[str, int], ...]]:
     dense = (("fsdp_replicate", topology.dp_replicate_size), ("fsdp_shard", topology.dp_shard_size))
-    expert = (("edp_replicate", topology.edp_replicate_size), ("edp_shard", topology.edp_shard_size))
+    expert = tuple(zip(topology.expert_axes, (topology.edp_replicate_size, topology.edp_shard_size), strict=True))
     axes: dict[MeshName, tuple[tuple[str, int], ...]] = {"dense": dense}
     if has_experts:
         axes["expert"] = expert
