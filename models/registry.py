@@ -23,7 +23,7 @@ from torchtrain.errors import ConfigError, Fault
 if TYPE_CHECKING:
     from torchtrain.model_spec import ModelSpec
 
-FAMILIES = ("llama",)
+FAMILIES = ("llama", "qwen3", "qwen3_moe")
 
 
 class Architecture(DecoderSizes, Protocol):

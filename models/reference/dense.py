@@ -1,4 +1,4 @@
-"""A dense decoder in the plainest torch that computes it: the oracle for Llama-like families.
+"""A dense decoder in the plainest torch that computes it: the oracle for Llama-like families and dense Qwen3.
 
 Written for reading, not for speed: one head, one query, one sum at a time where that is clearer. It shares no line with
 what it judges. Parameter names are Hugging Face's without the leading ``model.``, so state dicts load either way.
@@ -31,6 +31,7 @@ class ReferenceConfig:
     rope_scaling: dict | None
     attention_bias: bool
     tie_word_embeddings: bool
+    has_qk_norm: bool = False
 
 
 class ReferenceNorm(nn.Module):
@@ -59,6 +60,9 @@ class ReferenceAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        if config.has_qk_norm:
+            self.q_norm = ReferenceNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = ReferenceNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x_BTD: Tensor, angles_BTH: Tensor, allowed_BTT: Tensor) -> Tensor:
         """Attend where ``allowed_BTT`` (query, key) is true."""
@@ -66,6 +70,9 @@ class ReferenceAttention(nn.Module):
         queries = self.q_proj(x_BTD).split(size, dim=-1)
         keys = self.k_proj(x_BTD).split(size, dim=-1)
         values = self.v_proj(x_BTD).split(size, dim=-1)
+        if self.config.has_qk_norm:
+            queries = [self.q_norm(query_BTH) for query_BTH in queries]
+            keys = [self.k_norm(key_BTH) for key_BTH in keys]
         queries_per_key = self.config.num_attention_heads // self.config.num_key_value_heads
         heads = []
         for head in range(self.config.num_attention_heads):
@@ -83,11 +90,11 @@ class ReferenceAttention(nn.Module):
 class ReferenceFeedForward(nn.Module):
     """SwiGLU, with the sigmoid written out."""
 
-    def __init__(self, config: ReferenceConfig) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Gate, multiply, project down."""
@@ -101,7 +108,7 @@ class ReferenceLayer(nn.Module):
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
         self.self_attn = ReferenceAttention(config)
-        self.mlp = ReferenceFeedForward(config)
+        self.mlp: nn.Module = ReferenceFeedForward(config.hidden_size, config.intermediate_size)
         self.input_layernorm = ReferenceNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = ReferenceNorm(config.hidden_size, config.rms_norm_eps)
 

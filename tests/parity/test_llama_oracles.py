@@ -15,11 +15,19 @@ from torch import nn
 from models.llama.architecture import LlamaArchitecture, RopeScaling, find_architecture_faults
 from models.llama.model import build_llama
 from models.reference.dense import ReferenceConfig, ReferenceDecoder
-from torchtrain.losses.cross_entropy import IGNORE_INDEX, token_losses
+from tests.parity.oracles import (
+    BATCH,
+    assert_same_gradients,
+    mean_loss,
+    packed_documents,
+    plain_mean_loss,
+    random_batch,
+    randomised,
+    unshifted,
+)
 from torchtrain.testing.compare import relative_error
-from torchtrain.testing.tolerances import FP32_SCALAR, MODEL_GRADIENT, MODEL_OUTPUT
+from torchtrain.testing.tolerances import FP32_SCALAR, MODEL_OUTPUT
 
-BATCH, TOKENS = 3, 37
 GROUPED = LlamaArchitecture(
     vocab_size=96,
     hidden_size=64,
@@ -69,15 +77,11 @@ def _one_thread_fixed_seed():
 
 def random_llama(architecture: LlamaArchitecture) -> nn.Module:
     assert not find_architecture_faults(architecture)
-    model = build_llama(architecture)
-    with torch.no_grad():
-        for fqn, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0 if fqn.endswith("norm.weight") else 0.0, std=0.2)
-    return model
+    return randomised(build_llama(architecture))
 
 
 def build_reference(architecture: LlamaArchitecture, state_dict: dict) -> nn.Module:
-    values = asdict(architecture)
+    values = {**asdict(architecture), "has_qk_norm": False}
     known: dict[str, Any] = {field.name: values[field.name] for field in fields(ReferenceConfig)}
     reference = ReferenceDecoder(ReferenceConfig(**known))
     reference.load_state_dict(state_dict)
@@ -93,40 +97,6 @@ def build_hugging_face(architecture: LlamaArchitecture, state_dict: dict) -> nn.
     oracle = transformers.LlamaForCausalLM(config)
     oracle.load_state_dict({name if name == "lm_head.weight" else f"model.{name}": w for name, w in state_dict.items()})
     return oracle
-
-
-def random_batch(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    input_ids_BT = torch.randint(vocab_size, (BATCH, TOKENS))
-    labels_BT = torch.randint(vocab_size, (BATCH, TOKENS))
-    labels_BT[torch.rand(BATCH, TOKENS) < 0.3] = IGNORE_INDEX
-    labels_BT[:, -1] = IGNORE_INDEX
-    return input_ids_BT, labels_BT
-
-
-def mean_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-    return token_losses(logits_BTV, labels_BT).sum() / (labels_BT != IGNORE_INDEX).sum()
-
-
-def plain_mean_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-    rows, columns = torch.nonzero(labels_BT != IGNORE_INDEX, as_tuple=True)
-    chosen = logits_BTV[rows, columns, labels_BT[rows, columns]]
-    return (torch.logsumexp(logits_BTV[rows, columns], dim=-1) - chosen).mean()
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        fqn.removeprefix("model."): parameter.grad
-        for fqn, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-
-
-def assert_same_gradients(model: nn.Module, oracle: nn.Module) -> None:
-    expected, actual = gradients(oracle), gradients(model)
-    assert actual.keys() == expected.keys() == dict(model.named_parameters()).keys()
-    errors = {fqn: relative_error(actual[fqn], expected[fqn]) for fqn in actual}
-    assert all(gradient.any() for gradient in actual.values())
-    assert max(errors.values()) <= MODEL_GRADIENT, errors
 
 
 @ARCHITECTURES
@@ -152,12 +122,9 @@ def test_logits_and_every_gradient_equal_hugging_face(architecture):
     model = random_llama(architecture)
     oracle = build_hugging_face(architecture, model.state_dict())
     input_ids_BT, labels_BT = random_batch(architecture.vocab_size)
-    # Hugging Face shifts labels itself.
-    unshifted_BT = torch.full_like(labels_BT, IGNORE_INDEX)
-    unshifted_BT[:, 1:] = labels_BT[:, :-1]
 
     logits_BTV = model(input_ids_BT)
-    expected = oracle(input_ids=input_ids_BT, labels=unshifted_BT)
+    expected = oracle(input_ids=input_ids_BT, labels=unshifted(labels_BT))
     loss = mean_loss(logits_BTV, labels_BT)
     loss.backward()
     expected.loss.backward()
@@ -165,17 +132,6 @@ def test_logits_and_every_gradient_equal_hugging_face(architecture):
     assert relative_error(logits_BTV, expected.logits) <= MODEL_OUTPUT
     assert relative_error(loss, expected.loss) <= FP32_SCALAR
     assert_same_gradients(model, oracle)
-
-
-def packed_documents() -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions and document ids of three differently packed rows; row 1 reuses an id only across rows."""
-    lengths_of_rows = [[10, 1, 26], [37], [5, 5, 27]]
-    positions = [torch.cat([torch.arange(length) for length in lengths]) for lengths in lengths_of_rows]
-    document_ids = [
-        torch.cat([torch.full((length,), index, dtype=torch.int32) for index, length in enumerate(lengths)])
-        for lengths in lengths_of_rows
-    ]
-    return torch.stack(positions), torch.stack(document_ids)
 
 
 @ARCHITECTURES

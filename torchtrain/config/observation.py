@@ -60,3 +60,5 @@ class DebugConfig(Section):
 
     comm_trace: bool = False
     """Write every collective of every step, with its axis, unit, phase and bytes, to ``comm_trace.jsonl``."""
+    force_balanced_routing: bool = False
+    """Send tokens to experts in turn, whatever the router says: for benchmarks. The model does not learn to route."""

@@ -107,6 +107,11 @@ def find_job_warnings(job: Job) -> list[str]:
         )
     if job.dataset.holdout_fraction > 0 and job.task.eval_interval == 0:
         warnings.append("dataset.holdout_fraction keeps data from training that nothing reads: task.eval_interval is 0")
+    if job.debug.force_balanced_routing:
+        warnings.append(
+            "debug.force_balanced_routing sends tokens to experts in turn, whatever the router says: good for timing, "
+            "useless for training"
+        )
     return warnings
 
 

@@ -179,6 +179,9 @@ def _grouped_mm_backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]
 
 _grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_operands)
 
+GROUPED_MM_OPERATOR = torch.ops.torchtrain.grouped_mm.default
+"""As dispatch modes see it."""
+
 
 def _clear_tail_(y_RN: Tensor, offsets_E: Tensor) -> None:
     if y_RN.device.type == "cpu":
