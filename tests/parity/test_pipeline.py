@@ -30,7 +30,6 @@ CASES = {
     "1f1b": (2, []),
     "gpipe": (2, ["accelerator.pp_schedule=GPipe"]),
     "interleaved": (2, ["accelerator.pp_schedule=Interleaved1F1B", "activation_checkpoint.mode=full"]),
-    "looped_bfs": (2, ["accelerator.pp_schedule=LoopedBFS"]),
     "zero_bubble": (2, ["accelerator.pp_schedule=InterleavedZeroBubble", "activation_checkpoint.mode=full"]),
     "v_zero_bubble": (2, ["accelerator.pp_schedule=ZBVZeroBubble", "training.loss_chunk_size=7"]),
     "dual_pipe": (2, ["accelerator.pp_schedule=DualPipeV"]),
@@ -40,10 +39,9 @@ CASES = {
     "fsdp": (4, [SHARD_2, "fsdp_config.comm_fusion=true"]),
     "replicas": (4, ["fsdp_config.dp_shard_size=1"]),
     "hsdp": (8, [SHARD_2]),
-    "whole_parameters": (4, [SHARD_2, WHOLE]),
     "v_fsdp": (4, [SHARD_2, "accelerator.pp_schedule=ZBVZeroBubble", WHOLE]),
     "loops_fsdp": (4, [SHARD_2, "accelerator.pp_schedule=Interleaved1F1B", "fsdp_config.comm_fusion=true"]),
-    "built_with_memory": (2, ["model.init_on_meta=false", "accelerator.pp_schedule=LoopedBFS"]),
+    "looped_bfs_built_with_memory": (2, ["accelerator.pp_schedule=LoopedBFS", "model.init_on_meta=false"]),
 }
 
 

@@ -163,15 +163,19 @@ def _check_stages(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
     yield from find_stage_faults(job, num_layers=architecture.num_hidden_layers)
 
 
-def _check_uncompiled_split_backward(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
+def _check_split_backward(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
     schedule = job.accelerator.pp_schedule
-    if job.compile.enabled and schedule in SPLIT_BACKWARD:
-        yield Fault(
-            "accelerator.pp_schedule",
-            schedule,
-            "runs backward for inputs and for weights apart, which a compiled block cannot (compile.enabled: true)",
-            "use 1F1B or Interleaved1F1B, or set compile.enabled: false",
-        )
+    if schedule not in SPLIT_BACKWARD:
+        return
+    path, rule = "accelerator.pp_schedule", "runs backward for inputs and for weights apart, which "
+    if job.compile.enabled:
+        rule += "a compiled block cannot (compile.enabled: true)"
+        fix = "use 1F1B or Interleaved1F1B, or set compile.enabled: false"
+        yield Fault(path, schedule, rule, fix)
+    elif job.activation_checkpoint.mode == "selective_op":
+        rule += "a selective recomputation cannot (activation_checkpoint.mode: selective_op)"
+        fix = "use 1F1B or Interleaved1F1B, or set activation_checkpoint.mode: full"
+        yield Fault(path, schedule, rule, fix)
 
 
 RULES: tuple[Rule, ...] = (
@@ -203,8 +207,9 @@ RULES: tuple[Rule, ...] = (
     Rule("pipeline parallel", "every stage has a layer; pp_layers, if given, adds up to all", _check_stages),
     Rule(
         "pipeline parallel",
-        "compile only with schedules that do not split backward: GPipe, 1F1B, Interleaved1F1B, LoopedBFS",
-        _check_uncompiled_split_backward,
+        "no compile and no selective_op with schedules that split backward: InterleavedZeroBubble, ZBVZeroBubble, "
+        "DualPipeV",
+        _check_split_backward,
     ),
 )
 """Every condition; a technique adds its own."""

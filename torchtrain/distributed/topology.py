@@ -17,7 +17,7 @@ from typing import Any
 from torchtrain.config.job import Job
 from torchtrain.config.rules import find_size_faults, nearest_divisors, nearest_multiples
 from torchtrain.config.training import TrainingConfig
-from torchtrain.distributed.pipeline_parallel.stage_plan import SPLIT_BACKWARD, find_micro_batch_faults
+from torchtrain.distributed.pipeline_parallel.stage_plan import find_micro_batch_faults, pp_micro_batch_size
 from torchtrain.errors import Fault, TopologyError
 
 
@@ -131,8 +131,13 @@ class Topology:
         return self.ep_size > 1 or self.is_fsdpturbo
 
     def gradient_accumulation_steps(self, training: TrainingConfig) -> int:
-        """Micro-batches per optimizer step and rank, as they are read; a pipeline may cut them smaller."""
+        """Micro-batches per optimizer step and rank, as they are read; see `backward_passes`."""
         return training.global_batch_size // (training.micro_batch_size * self.dp_size)
+
+    def backward_passes(self, job: Job) -> int:
+        """Micro-batches per optimizer step and rank, as they are computed: a pipeline cuts by its own size."""
+        size = pp_micro_batch_size(job) if self.pp_size > 1 else job.training.micro_batch_size
+        return job.training.global_batch_size // (size * self.dp_size)
 
     def device_mesh_ranks(self, pp_stage: int = 0) -> RankGrid:
         """(dp, cp, tp) of one stage, for the planner, TP and CP, batches and the loss."""
@@ -191,7 +196,7 @@ def find_topology_warnings(job: Job, topology: Topology) -> list[str]:
     """Settings that on this topology have no effect, or another than one expects, each with the missing condition."""
     warnings = []
     fsdp, precision = job.fsdp_config, job.fsdp_config.mix_precision
-    num_micro_batches = topology.gradient_accumulation_steps(job.training)
+    num_micro_batches = topology.backward_passes(job)
     if topology.pp_size > 1:
         for name in ("reshard_after_forward", "reshard_after_backward", "requires_grad_sync"):
             if not getattr(fsdp, name):
@@ -282,19 +287,6 @@ def _find_domain_faults(job: Job, world_size: int) -> Iterator[Fault]:
         )
     yield from _find_batch_faults(job, dp_size=domain // accelerator.cp_size)
     yield from find_micro_batch_faults(job, dp_size=domain // accelerator.cp_size)
-    if (
-        accelerator.pp_schedule in SPLIT_BACKWARD
-        and accelerator.pp_size > 1
-        and domain == 1
-        and fsdp.mix_precision.fp32_main_grad
-    ):
-        yield Fault(
-            "accelerator.pp_schedule",
-            accelerator.pp_schedule,
-            "sets gradients of weights itself, in the compute dtype, which fsdp_config.mix_precision.fp32_main_grad "
-            "allows only where FSDP reduces them: more than one data-parallel rank",
-            "use 1F1B or Interleaved1F1B",
-        )
 
 
 def _find_fsdpturbo_faults(job: Job, *, dp_size: int) -> Iterator[Fault]:

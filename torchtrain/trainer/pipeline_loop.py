@@ -52,7 +52,7 @@ class PipelineLoop:
         self._loss = _StepLoss()
         self._schedule = PipelineSchedule(
             self._stages,
-            num_micro_batches=job.training.global_batch_size // (self._micro_batch_size * meshes.topology.dp_size),
+            num_micro_batches=meshes.topology.backward_passes(job),
             boundary=Boundary(
                 (
                     self._micro_batch_size,

@@ -205,9 +205,19 @@ def test_a_batch_that_a_schedule_cannot_run_is_refused_with_the_next_ones(schedu
     assert said in only_fault(f"accelerator.pp_schedule={schedule}", *batches, world_size=2)
 
 
-def test_compile_is_refused_with_a_backward_in_two_parts() -> None:
-    assert "which a compiled block cannot" in only_fault("compile.enabled=true", "accelerator.pp_schedule=DualPipeV")
-    assert faults_of("compile.enabled=true", "accelerator.pp_schedule=Interleaved1F1B") == []
+@pytest.mark.parametrize("word", ["compile.enabled=true", "activation_checkpoint.mode=selective_op"])
+def test_what_cannot_run_backward_in_two_parts_is_refused_with_schedules_that_do(word: str) -> None:
+    said = only_fault(word, "accelerator.pp_schedule=DualPipeV")
+    assert "for inputs and for weights apart" in said
+    assert word.partition("=")[0] in said
+    assert faults_of(word, "accelerator.pp_schedule=Interleaved1F1B") == []
+
+
+def test_micro_batches_are_counted_as_the_pipeline_cuts_them() -> None:
+    words = ["training.global_batch_size=16", "training.micro_batch_size=4", "accelerator.pp_micro_batch_size=2"]
+    piped, plain = (read_job(None, [f"accelerator.pp_size={size}", *words]).job for size in (2, 1))
+    assert Topology.resolve(piped, 4).backward_passes(piped) == 4
+    assert Topology.resolve(plain, 2).backward_passes(plain) == 2
 
 
 def test_keys_that_a_pipeline_overrules_are_named_once_each() -> None:

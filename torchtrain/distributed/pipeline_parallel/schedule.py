@@ -111,8 +111,12 @@ class PipelineSchedule:
             loss_fn: ``(losses_BT, rows_B)`` of one micro-batch to the scalar that backward starts from; called on the
                 last stage only.
             forward_context: Opened around each forward.
+
+        Collective: the pipeline.
         """
         self._stages = stages
+        # NCCL wants all ranks of a group in its first call, and of the pipeline only neighbours talk to each other.
+        dist.all_reduce(torch.zeros(1, device=stages.device), group=stages.group)
         live = [
             _Stage(chunk, index, stages, boundary, forward_context)
             for chunk, index in zip(stages.chunks, stages.indices, strict=True)
