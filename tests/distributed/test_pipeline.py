@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from models.registry import load_spec, resolve_architecture
 from tests.distributed.stored_run import StoredRun
@@ -94,6 +95,9 @@ def train_and_look(overrides: Sequence[str], *, looks: bool) -> tuple[list[float
         (share,) = split_batch(batch, parts.meshes.dp_rank, parts.topology.dp_size, 4 // parts.topology.dp_size)
         loop.evaluate(share, sums)
         totals = sums.reduced(parts.meshes.loss_group).tolist()
+        # A save may come next, and a stage that is not the whole model does not shard itself when asked for its state.
+        kinds = {type(parameter.data) for parameter in parts.model.module.parameters()}
+        assert kinds == {DTensor if parts.topology.has_fsdp_domain else Tensor}
         logits = loop.next_token_logits([5, 17, 3, 40, 8])
     return scalars + parts.train(2), totals, logits
 
