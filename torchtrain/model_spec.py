@@ -13,6 +13,7 @@ from torch import nn
 
 from torchtrain.config.job import Job
 from torchtrain.distributed.meshes import Meshes
+from torchtrain.hugging_face.checkpoint_format import HuggingFaceFormat
 from torchtrain.nn.init import InitRule
 
 
@@ -34,3 +35,5 @@ class ModelSpec:
     """``(architecture, parameter fqn)`` to how that parameter is drawn."""
     flops_per_token: Callable[[Any, int], float]
     """``(architecture, seq_len)`` to training FLOPs per token, forward and backward; see ``nn.flops``."""
+    hugging_face: HuggingFaceFormat
+    """How its checkpoints look to Hugging Face."""

@@ -1,0 +1,170 @@
+"""``config.json`` to and from a family's architecture: same words, other defaults, two spellings of rotary settings.
+
+Compares and converts mappings; reading and writing the file stands in ``torchtrain.checkpoint``. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torchtrain.errors import Fault
+
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_ROPE_WORDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+
+
+@dataclass(frozen=True)
+class ConfigFormat:
+    """What a family's ``config.json`` is, beyond fields that both sides call alike."""
+
+    model_type: str
+    class_name: str
+    """For ``architectures``, which ``AutoModelForCausalLM`` goes by."""
+    defaults: Mapping[str, Any]
+    """What Hugging Face assumes of a field that the file leaves out."""
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Keys that are no field here, with the values that mean what is computed here; left out, the first is meant."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Another version's word for a field, to the field; files are written with both."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that are no field here and that the file must have."""
+    only_here: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Fields that Hugging Face lacks, with the values that it can express; empty where the forward does not ask."""
+    training: Collection[str] = ()
+    """Fields that are no part of the function: differences are told, not refused."""
+
+
+@dataclass(frozen=True)
+class ConfigComparison:
+    """A ``config.json`` held against an architecture."""
+
+    faults: tuple[Fault, ...]
+    """Differences that nobody asked for."""
+    notes: tuple[str, ...]
+    """Differences that the job's overrides ask for, or that change nothing about the forward."""
+
+
+def compare_config(
+    config: Mapping[str, Any],
+    architecture: Any,
+    config_format: ConfigFormat,
+    *,
+    overridden: Collection[str],
+    where: str,
+) -> ConfigComparison:
+    """List every difference between a ``config.json`` and the architecture of a job, by field.
+
+    Args:
+        config: The file's content.
+        architecture: Preset and overrides.
+        config_format: The family's.
+        overridden: Fields that the job's ``model.overrides`` names.
+        where: The file, for messages.
+    """
+    model_type = config.get("model_type")
+    if model_type != config_format.model_type:
+        rule = f"must name the family of {where}, whose model_type is {model_type!r}"
+        return ConfigComparison((Fault("model.name", config_format.model_type, rule, "use that family's preset"),), ())
+    faults = list(_find_foreign(config, config_format, where))
+    notes = []
+    theirs = read_fields(config, config_format)
+    ours = _plain(asdict(architecture))
+    for name in sorted(ours.keys() | {"rope_scaling"}):
+        if name in config_format.only_here:
+            continue
+        here, there = ours.get(name), theirs.get(name)
+        if here == there:
+            continue
+        if name in overridden or name in config_format.training:
+            notes.append(f"{name} is {here} in the job and {there} in {where}")
+        elif name not in ours:
+            rule = f"must be null, which {name} in {where} is not: the family {config_format.model_type} has none here"
+            faults.append(Fault(f"{where}: {name}", there, rule, "use other weights"))
+        else:
+            rule = f"must be {there}, as in {where}"
+            fix = f"set model.overrides.{name} to {there}, or to {here} if the difference is meant"
+            faults.append(Fault(f"model.overrides.{name}", here, rule, fix))
+    return ConfigComparison(tuple(faults), tuple(notes))
+
+
+def read_fields(config: Mapping[str, Any], config_format: ConfigFormat) -> dict[str, Any]:
+    """Read a ``config.json`` as architecture fields: defaults filled in, rotary settings in one spelling."""
+    fields = {**config_format.defaults, **{name: value for name, value in config.items() if value is not None}}
+    for alias, name in config_format.aliases.items():
+        if alias in fields:
+            fields.setdefault(name, fields[alias])
+    fields.setdefault("num_key_value_heads", fields.get("num_attention_heads"))
+    if not fields.get("head_dim") and fields.get("num_attention_heads"):
+        fields["head_dim"] = fields.get("hidden_size", 0) // fields["num_attention_heads"]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    fields["rope_theta"] = rope.get("rope_theta", fields.get("rope_theta"))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    rest = {name: value for name, value in rope.items() if name not in _ROPE_WORDS}
+    fields["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **rest}
+    return fields
+
+
+def write_config(
+    architecture: Any, config_format: ConfigFormat, *, dtype: str, source: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write an architecture as the content of a ``config.json``, readable by old and new versions.
+
+    Args:
+        architecture: Of the weights.
+        config_format: The family's.
+        dtype: Storage dtype of the weights, as in ``bfloat16``.
+        source: The file that the weights once came with, whose token ids are kept.
+    """
+    fields = _plain(asdict(architecture))
+    rope_scaling = fields.pop("rope_scaling", None)
+    rope = {"rope_theta": fields["rope_theta"], "rope_type": "default", **(rope_scaling or {})}
+    kept = {name: source[name] for name in _TOKENS if source is not None and name in source}
+    return {
+        "architectures": [config_format.class_name],
+        "model_type": config_format.model_type,
+        **{name: value for name, value in fields.items() if name not in config_format.only_here},
+        **{alias: fields[name] for alias, name in config_format.aliases.items()},
+        "rope_scaling": rope_scaling,
+        "rope_parameters": rope,
+        **config_format.written,
+        **kept,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def find_export_faults(architecture: Any, config_format: ConfigFormat) -> list[Fault]:
+    """List what a model has that a ``config.json`` of its family cannot say."""
+    faults = []
+    for name, allowed in config_format.only_here.items():
+        value = getattr(architecture, name)
+        if allowed and value not in allowed:
+            rule = (
+                f"must be {_listed(allowed)} to be exported: Hugging Face's {config_format.model_type} has no such part"
+            )
+            faults.append(
+                Fault(f"model.overrides.{name}", value, rule, "set checkpoint.export_hf to false, or do without")
+            )
+    return faults
+
+
+def _find_foreign(config: Mapping[str, Any], config_format: ConfigFormat, where: str) -> Iterator[Fault]:
+    fixed = {**config_format.fixed, "quantization_config": (None,)}
+    for name, allowed in fixed.items():
+        value = config.get(name, allowed[0])
+        if value not in allowed:
+            rule = f"must be {_listed(allowed)}, because nothing else is computed here"
+            yield Fault(f"{where}: {name}", value, rule, "use other weights")
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    return " or ".join("null" if value is None else str(value) for value in values)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON would give it back."""
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, tuple) else value
