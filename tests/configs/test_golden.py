@@ -32,6 +32,7 @@ WORLD_SIZES = {
     "1b_fsdp.yaml": (8,),
     "8b_hsdp.yaml": (32,),
     "70b_fsdp.yaml": (256,),
+    "30b_a3b.yaml": (32,),
 }
 LAUNCH_FILES = ("slurm.sbatch", "pytorchjob.yaml", "indexed_job.yaml")
 
