@@ -11,6 +11,9 @@ import os
 import platform
 import resource
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -89,6 +92,38 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
+
+
+class SideStream:
+    """A stream of an accelerator beside the current one. Not run here: there was no accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+
+    @contextmanager
+    def entered(self, *, reading: torch.Tensor) -> Generator[None]:
+        """Queue what is inside on this stream, after all that is queued on the current one."""
+        self._stream.wait_stream(self._module.current_stream())
+        reading.record_stream(self._stream)
+        with self._module.stream(self._stream):
+            yield
+
+    def record_event(self) -> torch.Event:
+        """Mark the point that this stream has been given work up to."""
+        return self._stream.record_event()
+
+    def join(self, event: torch.Event, *, written: torch.Tensor) -> None:
+        """Make the current stream wait for the mark, and use what was written until then."""
+        current = self._module.current_stream()
+        current.wait_event(event)
+        written.record_stream(current)
+
+
+@cache
+def side_stream(device: torch.device) -> SideStream | None:
+    """Return the one side stream of a device; ``None`` on the CPU, where work in the background needs none."""
+    return None if device.type == "cpu" else SideStream(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -27,3 +27,7 @@ MODEL_GRADIENT = 2e-5
 """One gradient tensor of two fp32 implementations of one architecture, two or three small layers with large weights;
 measured at 3e-6 on weights and 6e-6 on key biases, whose exact gradient is zero without rotary positions: what is left
 is a small difference of large sums."""
+
+DISPATCHED = 1e-6
+"""One expert layer in fp32 whose rows are computed elsewhere, or in more pieces: the same products, summed over a
+token's experts or an expert's rows in another order; measured at 2e-7."""
