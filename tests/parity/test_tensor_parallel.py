@@ -9,9 +9,9 @@ import pytest
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from models.llama import parallelize
 from tests.parity.harness import Outcome, one_rank, train_on_this_rank
 from tests.parity.test_topologies import check
+from torchtrain import parallelize
 from torchtrain.distributed.tensor_parallel import vocabulary_loss
 from torchtrain.testing.compare import relative_error
 from torchtrain.testing.ranks import run_ranks

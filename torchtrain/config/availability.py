@@ -25,12 +25,7 @@ class Unavailable:
     """The values that work."""
 
 
-def _is_one(size: int | None) -> bool:
-    return size is None or size <= 1  # sizes below 1 are another rule's fault
-
-
 NOT_YET = (
-    Unavailable("accelerator.ep_size", "expert parallelism", _is_one, "1"),
     Unavailable("task.name", "supervised fine-tuning", lambda name: name == "pretrain", "pretrain"),
     Unavailable("dist_config.name", "the plugin fsdpturbo", lambda name: name == "fsdp2", "fsdp2"),
     Unavailable("dist_config.ep_dispatcher", "any other expert dispatcher", lambda name: name == "eager", "eager"),

@@ -60,6 +60,9 @@ class ActivationCheckpointConfig(Section):
     """``full``: every block; ``selective_op``: keep matmul and attention outputs; ``every_nth_block``: some blocks."""
     every_n_blocks: int = 2
     """For ``every_nth_block``: checkpoint one block in this many."""
+    recompute_exchange: bool = False
+    """With expert parallelism, exchange tokens again in the recomputation instead of keeping what was received: less
+    memory, twice the traffic."""
 
 
 @dataclass(frozen=True, kw_only=True)

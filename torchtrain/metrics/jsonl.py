@@ -32,12 +32,19 @@ class JsonlSink:
         self._evals = open_after(output_dir / "eval.jsonl", resume_step)
 
     def write_step(self, report: StepReport) -> None:
-        """Append one line; ``mfu`` and ``loss_by_source`` only where they say something."""
+        """Append one line; ``mfu``, ``loss_by_source`` and ``expert_loads`` only where they say something."""
         record = asdict(report)
         if report.mfu is None:
             del record["mfu"]
         if len(report.loss_by_source) < 2:
             del record["loss_by_source"]
+        del record["expert_loads"]
+        if report.expert_loads:
+            # Without the shares of every expert: those of a large model are more than all the rest.
+            record["expert_loads"] = {
+                router: {"entropy": load.entropy, "max_over_mean": load.max_over_mean}
+                for router, load in report.expert_loads.items()
+            }
         _append(self._steps, record)
 
     def write_eval(self, report: EvalReport) -> None:

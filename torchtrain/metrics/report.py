@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torchtrain.nn.load_balance import LoadReport
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
@@ -31,6 +33,8 @@ class StepReport:
     """Share of the devices' peak, 0 to 1; see ``metrics.throughput``. ``None`` where the peak is unknown."""
     loss_by_source: dict[str, float] = field(default_factory=dict)
     """Token mean per dataset source; reported where there are several."""
+    expert_loads: dict[str, LoadReport] = field(default_factory=dict)
+    """How evenly experts were used, by the fqn of the layer's router; empty without experts."""
 
 
 @dataclass(frozen=True, kw_only=True)

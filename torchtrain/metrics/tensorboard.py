@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from torchtrain.metrics.report import EvalReport, StepReport
@@ -19,14 +20,19 @@ class TensorBoardSink:
         self._writer = SummaryWriter(str(output_dir / "tensorboard"), purge_step=purge_step)
 
     def write_step(self, report: StepReport) -> None:
-        """Write each number under ``train/``, each source's loss under ``loss_by_source/``."""
+        """Write numbers under ``train/``, each source's loss under ``loss_by_source/``, loads under ``experts/``."""
         scalars = asdict(report)
         step, by_source = scalars.pop("step"), scalars.pop("loss_by_source")
+        del scalars["expert_loads"]
         for name, value in scalars.items():
             if value is not None:
                 self._writer.add_scalar(f"train/{name}", value, step)
         for source, loss in by_source.items():
             self._writer.add_scalar(f"loss_by_source/{source}", loss, step)
+        for router, load in report.expert_loads.items():
+            self._writer.add_scalar(f"experts/{router}/entropy", load.entropy, step)
+            self._writer.add_scalar(f"experts/{router}/max_over_mean", load.max_over_mean, step)
+            self._writer.add_histogram(f"experts/{router}/shares", torch.tensor(load.shares), step)
 
     def write_eval(self, report: EvalReport) -> None:
         """Write under ``eval/``."""

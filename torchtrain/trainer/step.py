@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -27,7 +27,10 @@ from torchtrain.distributed.gradient_norm import (
 from torchtrain.distributed.meshes import Meshes
 from torchtrain.distributed.tensor_parallel.partial_gradients import sum_partial_gradients
 from torchtrain.errors import NonFiniteError
+from torchtrain.nn.load_balance import LoadReport
+from torchtrain.nn.routing import set_auxiliary_loss_factor
 from torchtrain.optim.loss_scaler import LossScaler
+from torchtrain.trainer.expert_loads import ExpertLoads
 from torchtrain.trainer.forward_backward import ForwardBackward
 from torchtrain.trainer.losses_by_source import LossSums
 
@@ -41,6 +44,8 @@ class StepResult:
     grad_norm: float
     """Before clipping."""
     loss_by_source: dict[str, float]
+    expert_loads: dict[str, LoadReport] = field(default_factory=dict)
+    """By the fqn of the router, of all layers with experts."""
     is_skipped: bool = False
     """The weights were left alone: fp16 gradients overflowed and the loss scale was halved."""
 
@@ -66,6 +71,7 @@ class TrainStep:
         self._meshes = meshes
         self._scaler = scaler
         self._source_names = source_names
+        self._loads = ExpertLoads(model, meshes, is_sequence_parallel=job.accelerator.sequence_parallel)
 
     def run(self, step: int, micro_batches: Sequence[Batch], num_valid_tokens: float) -> StepResult:
         """Forward and backward over the micro-batches, then clip and update.
@@ -85,8 +91,10 @@ class TrainStep:
         scale = self._scaler.scale if self._scaler else 1.0
         norm = global_gradient_norm(parameters, self._meshes.device, pp_group=self._meshes.pp_group) / scale
         reduced = sums.reduced(self._meshes.loss_group)
+        loads = self._loads.take()
         # The one sync of host and device in a step: nothing may touch the weights before loss and norm are finite.
-        grad_norm, *totals = torch.cat([norm.to(reduced.dtype).reshape(1), reduced]).tolist()
+        numbers = torch.cat([norm.to(reduced.dtype).reshape(1), reduced, loads.to(reduced.dtype)]).tolist()
+        grad_norm, *totals = numbers[: 1 + len(reduced)]
         loss = totals[0] / num_valid_tokens
         can_lower_scale = self._scaler is not None and not self._scaler.is_exhausted
         is_overflow = can_lower_scale and not math.isfinite(grad_norm)
@@ -94,14 +102,17 @@ class TrainStep:
             self._stop(step, loss, grad_norm, sums)
         if not is_overflow:
             self._update(parameters, norm, scale)
+            self._loads.update_biases(loads)
         self._optimizer.zero_grad(set_to_none=True)
         if self._scaler:
             self._scaler.update(not is_overflow)
-        return StepResult(loss, grad_norm, sums.by_source(totals), is_skipped=is_overflow)
+        expert_loads = self._loads.report(numbers[1 + len(reduced) :])
+        return StepResult(loss, grad_norm, sums.by_source(totals), expert_loads, is_skipped=is_overflow)
 
     def _accumulate(self, micro_batches: Sequence[Batch], num_valid_tokens: float) -> LossSums:
         sums = LossSums(self._source_names, self._meshes.device)
         factor = (self._scaler.scale if self._scaler else 1.0) / num_valid_tokens
+        set_auxiliary_loss_factor(self._model, factor)
         self._forward_backward.train(micro_batches, factor, sums)
         sum_partial_gradients(self._model, self._meshes.fsdp_non_moe_mesh["tp"])
         return sums

@@ -236,6 +236,7 @@ class Trainer:
             peak_memory_bytes=peak_memory_bytes(self._meshes.device),
             mfu=instruments.mfu(tokens_per_second),
             loss_by_source=result.loss_by_source,
+            expert_loads=result.expert_loads,
         )
 
     def _is_due(self, interval: int, *, also_last: bool) -> bool:

@@ -6,7 +6,6 @@ from torchtrain.config.availability import NOT_YET, find_unavailable
 from torchtrain.config.load import read_job
 
 ASKS = [
-    "accelerator.ep_size=2",
     "task.name=sft",
     "dist_config.name=fsdpturbo",
     "dist_config.ep_dispatcher=fused",

@@ -82,6 +82,6 @@ def test_sizes_that_do_not_divide_are_named_with_the_nearest():
 
 
 def test_tied_modules_with_different_layouts_are_refused():
-    table = {**TENSOR_PARALLEL_TABLE, "lm_head": Style.NORM}
+    table = {**TENSOR_PARALLEL_TABLE, "lm_head": Style.TOKENWISE}
     with pytest.raises(ConfigError, match=r"embed_tokens\.weight, lm_head\.weight.*one tied parameter"):
         plan_tensor_parallel(meta_llama(tie_word_embeddings=True), table, tp_size=2, is_sequence_parallel=False)

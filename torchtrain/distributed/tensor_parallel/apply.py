@@ -46,7 +46,7 @@ def apply_tensor_parallel(model: nn.Module, plan: TensorParallelPlan, tp_mesh: D
         match planned.style:
             case Style.WHOLE_INPUT:
                 _bring_first_input_whole(module, tp_mesh, stream)
-            case Style.NORM | Style.HEAD_NORM:
+            case Style.TOKENWISE | Style.HEAD_NORM | Style.ELSEWHERE:
                 pass
             case style:
                 parallelize_module(module, tp_mesh, _torch_style(style, stream))

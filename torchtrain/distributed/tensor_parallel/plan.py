@@ -31,10 +31,13 @@ class Style(Enum):
     """Inputs are split: the weight's columns. Partial outputs are added, then the bias, once."""
     HEAD = "head"
     """The vocabulary is split; called as a module it gathers the logits."""
-    NORM = "norm"
-    """Acts on the residual stream: whole on every rank, with sequence parallel on this rank's tokens only."""
+    TOKENWISE = "tokenwise"
+    """Acts on each token of the residual stream, as a norm or a router: whole on every rank, with sequence parallel on
+    this rank's tokens only."""
     HEAD_NORM = "head_norm"
     """Acts on this rank's heads with one weight for all heads, which every rank has whole."""
+    ELSEWHERE = "elsewhere"
+    """Laid out by another technique, which also sees to its gradients."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def plan_tensor_parallel(
         modules.append(ParallelModule(fqn, style))
         for name, parameter in own.items():
             placement = _PLACEMENTS.get(style, {}).get(name.rpartition(".")[2])
-            is_partial = style is Style.HEAD_NORM or (style is Style.NORM and is_sequence_parallel)
+            is_partial = style is Style.HEAD_NORM or (style is Style.TOKENWISE and is_sequence_parallel)
             parameters.append(ParallelParameter(name, placement, is_partial))
             if style in (Style.COLUMN, Style.ROW):
                 faults += _find_uneven(name, parameter.shape, placement, tp_size)
