@@ -4,16 +4,21 @@
 
 Anything else on the command line is an override of the job, as for ``torchtrain.train``. The last step is shown, since
 first ones warm up. Left in the output folder: ``comm_trace.jsonl``, ``comm_trace.txt`` (the table) and
-``comm_timeline.png`` (rank 0).
+``comm_timeline.png`` (rank 0; ``comm_timeline_rank2.png`` and so on for other stages).
 
-Exit codes: 0; 1 where the run failed, ranks differ, or a byte differs from the formula; 2 where the job is wrong. The
-formula speaks of FSDP's units and of context parallelism's attention, in jobs without tensor, expert or pipeline
-parallelism; elsewhere there is only the trace.
+Ranks of a pipeline do different things: the table and the picture come once for each stage, of its first rank. Every
+rank is held to its own formula, in which all techniques are added up (``distributed.job_volume``); what differs is
+named. Rows without a formula are scalars: counts of tokens, the loss, the gradient norm.
+
+Exit codes: 0; 1 where the run failed, ranks of a stage differ though their formulas do not, or a byte differs from the
+formula; 2 where the job is wrong. For some jobs there is no formula, which is said with the reason: only the trace is
+left then.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import subprocess
 import sys
 from collections import defaultdict
@@ -27,8 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchtrain.distributed.attention_volume import AttentionSizes, plan_attention_volume
-from torchtrain.distributed.comm_volume import DTYPE_BYTES, CommVolume, plan_comm_volume
+from torchtrain.distributed.comm_volume import CommVolume
 from torchtrain.errors import TorchtrainError
 from torchtrain.metrics.jsonl import read_jsonl
 from torchtrain.train import CheckedJob, check_job
@@ -97,53 +101,29 @@ def add_up(records: Sequence[Record], rank: int) -> dict[Key, Amount]:
     return dict(amounts)
 
 
-def predict(checked: CheckedJob) -> dict[Key, Amount] | None:
-    """Evaluate the closed formula for a job; None where it does not apply."""
-    job, topology = checked.job, checked.topology
-    if topology.tp_size > 1 or topology.ep_size > 1 or topology.pp_size > 1 or not topology.has_fsdp_domain:
-        return None
+def predict(checked: CheckedJob, rank: int) -> dict[Key, Amount] | str:
+    """Evaluate the closed formulas for one rank of a job, or say why there are none."""
     # Importing torch takes seconds, which a wrong job need not wait for.
     import torch
 
     from models.registry import load_spec
-    from torchtrain.distributed.fsdp2.units import plan_shards
+    from torchtrain.distributed.job_volume import find_missing_formula, plan_job_volume
+    from torchtrain.nn.moe import MoE
 
     with torch.device("meta"):
-        model = load_spec(job.model.name).build(checked.architecture)
-    plan = plan_shards(model, job.fsdp_config, topology, {})
-    volumes = plan_comm_volume(
-        plan,
-        job.fsdp_config,
-        storage_dtype=job.model.init_dtype,
-        num_micro_batches=topology.gradient_accumulation_steps(job.training),
+        model = load_spec(checked.job.model.name).build(checked.architecture)
+    has_experts = any(isinstance(module, MoE) for module in model.modules())
+    if reason := find_missing_formula(checked.job, checked.topology, has_experts=has_experts):
+        return reason
+    family = importlib.import_module(f"models.{checked.job.model.name}.parallelize")
+    volumes = plan_job_volume(
+        checked.job, checked.topology, model, rank=rank, tensor_parallel_table=family.TENSOR_PARALLEL_TABLE
     )
-    volumes += _predict_attention(checked)
     return {_key(volume): Amount(volume.count, volume.bytes, volume.sent_bytes) for volume in volumes}
 
 
-def _predict_attention(checked: CheckedJob) -> tuple[CommVolume, ...]:
-    job, topology, architecture = checked.job, checked.topology, checked.architecture
-    recompute, num_layers = job.activation_checkpoint, architecture.num_hidden_layers
-    every = recompute.every_n_blocks if recompute.mode == "every_nth_block" else 1
-    sizes = AttentionSizes(
-        cp_size=topology.cp_size,
-        num_tokens=job.training.micro_batch_size * job.training.seq_len,
-        num_layers=num_layers,
-        num_attention_heads=architecture.num_attention_heads,
-        num_key_value_heads=architecture.num_key_value_heads,
-        head_dim=architecture.head_dim,
-        element_bytes=DTYPE_BYTES[job.fsdp_config.mix_precision.param_dtype or job.model.init_dtype],
-    )
-    return plan_attention_volume(
-        job.accelerator.cp_mode,
-        sizes,
-        num_micro_batches=topology.gradient_accumulation_steps(job.training),
-        num_recomputed_layers=0 if recompute.mode == "none" else -(-num_layers // every),
-    )
-
-
 def find_differences(measured: Amounts, predicted: Amounts) -> list[str]:
-    """Say where what units and attention moved is not what the formula says."""
+    """Say where one rank moved what its formula does not say."""
     keys = [key for key in {**measured, **predicted} if _has_formula(key)]
     return [
         f"{key.unit}, {key.kind} in {key.phase} over {key.axis}: the trace has {measured.get(key, Amount())}, "
@@ -194,8 +174,8 @@ def _key(volume: CommVolume) -> Key:
 
 
 def _has_formula(key: Key) -> bool:
-    """Whether the formula speaks of it: not of counts and losses, which no unit asks for either."""
-    return key.unit != _NO_UNIT or (key.axis == "cp" and key.phase in ("forward", "backward"))
+    """Whether the formulas speak of it: not of scalars, which no unit asks for, once backward is over."""
+    return key.unit != _NO_UNIT or key.phase in ("forward", "backward", "pipeline") or key.axis == "tp"
 
 
 def _content(rows: Sequence[tuple[Key, Amount]]) -> set[tuple[str, str, str, Amount]]:
@@ -217,31 +197,56 @@ def _verdict(key: Key, amount: Amount, predicted: Amounts | None) -> Text:
     return Text("equal", "green") if amount == expected else Text(f"{expected.count:,} x, {expected.bytes:,}", "red")
 
 
-def _show(records: Sequence[Record], checked: CheckedJob, *, ranks: int, output_dir: Path) -> int:
+def show(records: Sequence[Record], checked: CheckedJob, *, ranks: int, output_dir: Path) -> int:
+    """Print and save tables and pictures, say what differs, and return the exit code."""
     from torchtrain.metrics.comm_timeline import draw_timeline
 
-    mine = [record for record in records if record["rank"] == 0]
-    amounts, predicted = add_up(records, rank=0), predict(checked)
-    differences = [] if predicted is None else find_differences(amounts, predicted)
-    different_ranks = [rank for rank in range(ranks) if add_up(records, rank) != amounts]
-    step = mine[0]["step"]
-    title = f"{checked.job.model.name}/{checked.job.model.preset}, step {step}, rank 0 of {ranks}"
+    predicted = {rank: predict(checked, rank) for rank in range(ranks)}
+    measured = {rank: add_up(records, rank) for rank in range(ranks)}
+    first_ranks = range(0, ranks, checked.topology.stage_size)
+    pictures = []
     with (output_dir / "comm_trace.txt").open("w", encoding="utf-8") as file:
-        for console in (Console(width=None if sys.stdout.isatty() else _WIDTH), Console(file=file, width=_WIDTH)):
-            console.print(title, style="bold")
-            console.print(build_table(amounts, predicted))
-    if predicted is None:
-        print("no closed formula: this job has no FSDP unit, or tensor, expert or pipeline parallelism too")
+        consoles = (Console(width=None if sys.stdout.isatty() else _WIDTH), Console(file=file, width=_WIDTH))
+        for rank in first_ranks:
+            title, formula = _title(checked, records[0]["step"], rank, ranks), predicted[rank]
+            table = build_table(measured[rank], None if isinstance(formula, str) else formula)
+            for console in consoles:
+                console.print(title, style="bold")
+                console.print(table)
+            pictures.append(output_dir / f"comm_timeline{f'_rank{rank}' if rank else ''}.png")
+            draw_timeline([record for record in records if record["rank"] == rank], title=title, out=pictures[-1])
+    differences = list(compare_ranks(measured, predicted, stage_size=checked.topology.stage_size))
+    if isinstance(predicted[0], str):
+        print(f"no closed formula: {predicted[0]}")
     elif not differences:
-        print("every unit moves what the closed formula says, to the byte")
+        print(f"every unit and axis moves what the closed formulas say, to the byte, on {_count_ranks(ranks)}")
     for difference in differences:
         print(f"DIFFERENT: {difference}")
-    if different_ranks:
-        print(f"DIFFERENT: ranks {different_ranks} communicate otherwise than rank 0")
-    picture = output_dir / "comm_timeline.png"
-    draw_timeline(mine, title=title, out=picture)
-    print(f"trace {output_dir / 'comm_trace.jsonl'}\ntable {output_dir / 'comm_trace.txt'}\ntimeline {picture}")
-    return 1 if differences or different_ranks else 0
+    print(f"trace {output_dir / 'comm_trace.jsonl'}\ntable {output_dir / 'comm_trace.txt'}")
+    print("\n".join(f"timeline {picture}" for picture in pictures))
+    return 1 if differences else 0
+
+
+def compare_ranks(
+    measured: Mapping[int, Amounts], predicted: Mapping[int, Amounts | str], *, stage_size: int
+) -> Iterator[str]:
+    """Say on which rank what differs from its formula, and which ranks differ from the first of their stage."""
+    for rank, amounts in measured.items():
+        formula, first = predicted[rank], rank - rank % stage_size
+        if not isinstance(formula, str):
+            yield from (f"rank {rank}: {difference}" for difference in find_differences(amounts, formula))
+        if amounts != measured[first] and formula == predicted[first]:
+            yield f"rank {rank} communicates otherwise than rank {first}"
+
+
+def _title(checked: CheckedJob, step: int, rank: int, ranks: int) -> str:
+    topology = checked.topology
+    stage = f", pipeline rank {rank // topology.stage_size} of {topology.pp_size}" if topology.pp_size > 1 else ""
+    return f"{checked.job.model.name}/{checked.job.model.preset}, step {step}, rank {rank} of {ranks}{stage}"
+
+
+def _count_ranks(ranks: int) -> str:
+    return "the one rank" if ranks == 1 else f"all {ranks} ranks"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -268,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return _show(records, checked, ranks=arguments.ranks, output_dir=output_dir)
+    return show(records, checked, ranks=arguments.ranks, output_dir=output_dir)
 
 
 if __name__ == "__main__":

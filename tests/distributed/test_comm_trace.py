@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,10 @@ class Collected:
         self.records: Records = []
         self.failed: Records = []
 
-    def write(self, records: Records) -> None:
+    def write(self, records: Sequence[dict[str, Any]]) -> None:
         self.records.extend(records)
 
-    def write_failed_step(self, rank: int, records: Records) -> None:
+    def write_failed_step(self, rank: int, records: Sequence[dict[str, Any]]) -> None:
         self.failed.extend(records)
 
 
@@ -90,7 +91,7 @@ def measured(records: Records, rank: int) -> Volumes:
 
 
 def predicted(volumes: tuple[CommVolume, ...]) -> Volumes:
-    return {(v.unit, v.phase, v.kind, v.axis): (v.count, v.bytes, v.sent_bytes) for v in volumes}
+    return {(v.unit or "", v.phase, v.kind, v.axis): (v.count, v.bytes, v.sent_bytes) for v in volumes}
 
 
 CASES = [

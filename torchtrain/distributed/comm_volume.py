@@ -6,7 +6,8 @@ Symbols, for one unit and one optimizer step of M micro-batches:
 - p, g: bytes of an element in the gathers (``param_dtype``, else the storage dtype) and in the reductions
   (``reduce_dtype``, else as in the gathers).
 - P: elements of the unit's sharded parameters, each padded along its sharded dim to a multiple of S:
-  P = sum over parameters of ceil(d / S) S (numel / d). W: elements of those kept whole (``replicate_params``).
+  P = sum over parameters of ceil(d / S) S (numel / d). W: elements of those kept whole (``replicate_params``). With
+  tensor parallelism sizes are those of this tp rank's part, of which the last rank's may be smaller.
 - k: sharded parameters without comm fusion, 1 with it; w: the same for those kept whole. P_i: what each one carries.
 
 Counts of collectives per step and their bytes (payloads, as ``collective_ops`` defines them):
@@ -42,7 +43,7 @@ from typing import TYPE_CHECKING
 from torchtrain.config.fsdp import FSDP2Config
 
 if TYPE_CHECKING:  # it imports torch
-    from torchtrain.distributed.fsdp2.shard_plan import ShardPlan, ShardUnit
+    from torchtrain.distributed.fsdp2.shard_plan import ShardedParameter, ShardPlan, ShardUnit
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of an element, by the name that a job gives its dtype."""
@@ -72,6 +73,8 @@ class _Recipe:
     is_fused: bool
     reshards_after_backward: bool
     syncs_every_micro_batch: bool
+    tp_size: int
+    tp_rank: int
 
 
 def sent_bytes(kind: str, num_bytes: int, group_size: int) -> int:
@@ -90,17 +93,45 @@ def padded_numel(shape: Sequence[int], shard_dim: int, shard_size: int) -> int:
     return -(-dim // shard_size) * shard_size * (math.prod(shape) // dim) if dim else 0
 
 
+def length_of_part(length: int, num_parts: int, part: int) -> int:
+    """What one of several ranks holds of a dim that torch splits: rounded up, so that the last get less or nothing."""
+    longest = -(-length // num_parts)
+    return min(longest, max(0, length - part * longest))
+
+
+def local_shape(parameter: ShardedParameter, tp_size: int, tp_rank: int) -> tuple[int, ...]:
+    """Shape of what FSDP finds of a parameter on one tensor-parallel rank."""
+    source = parameter.source
+    if source is None or source.axis != "tp":
+        return parameter.shape
+    # A ``Replicate`` has no dim; to ask for its class would import torch.
+    split_dim = getattr(source.placement, "dim", None)
+    return tuple(
+        length_of_part(length, tp_size, tp_rank) if dim == split_dim else length
+        for dim, length in enumerate(parameter.shape)
+    )
+
+
 def plan_comm_volume(
-    plan: ShardPlan, config: FSDP2Config, *, storage_dtype: str, num_micro_batches: int, frozen: Collection[str] = ()
+    plan: ShardPlan,
+    config: FSDP2Config,
+    *,
+    storage_dtype: str,
+    num_micro_batches: int,
+    frozen: Collection[str] = (),
+    tp_size: int = 1,
+    tp_rank: int = 0,
 ) -> tuple[CommVolume, ...]:
     """Evaluate the formulas of this file for a shard plan.
 
     Args:
-        plan: A ``ShardPlan`` whose parameters carry no tensor- or expert-parallel layout: shapes are what FSDP sees.
+        plan: A ``ShardPlan`` whose parameters carry no expert-parallel layout.
         config: Section ``fsdp_config``.
         storage_dtype: ``model.init_dtype``.
         num_micro_batches: Of one optimizer step, per rank.
         frozen: Fqns of parameters without a gradient.
+        tp_size: Ranks of the axis over which parameters with a source layout are split already.
+        tp_rank: Whose volume.
 
     Returns:
         In the order of the plan; what is zero is left out.
@@ -114,6 +145,8 @@ def plan_comm_volume(
         is_fused=config.comm_fusion,
         reshards_after_backward=config.reshard_after_backward,
         syncs_every_micro_batch=config.requires_grad_sync,
+        tp_size=tp_size,
+        tp_rank=tp_rank,
     )
     volumes = (volume for unit in plan.units for volume in _unit_volumes(unit, plan.meshes[unit.mesh], recipe, frozen))
     return tuple(volume for volume in volumes if volume.bytes)
@@ -131,9 +164,10 @@ def _unit_volumes(
     name = unit.fqn or "root"
     *replicate, (shard_axis, shards) = axes
     sharded = [p for p in unit.parameters if not p.is_replicated]
-    gathered = {p.fqn: padded_numel(p.shape, p.shard_dim, shards) for p in sharded}
+    shapes = {p.fqn: local_shape(p, recipe.tp_size, recipe.tp_rank) for p in unit.parameters}
+    gathered = {p.fqn: padded_numel(shapes[p.fqn], p.shard_dim, shards) for p in sharded}
     scattered = {fqn: numel for fqn, numel in gathered.items() if fqn not in frozen}
-    whole = {p.fqn: math.prod(p.shape) for p in unit.parameters if p.is_replicated and p.fqn not in frozen}
+    whole = {p.fqn: math.prod(shapes[p.fqn]) for p in unit.parameters if p.is_replicated and p.fqn not in frozen}
     num_micro_batches = recipe.num_micro_batches
     if shards > 1:
         forwards = num_micro_batches if recipe.reshards_after_backward else 1

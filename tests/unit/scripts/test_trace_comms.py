@@ -6,8 +6,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scripts.trace_comms import Amount, Key, add_up, build_table, find_differences, main, merge_equal_units
+from scripts.trace_comms import (
+    Amount,
+    Key,
+    add_up,
+    build_table,
+    compare_ranks,
+    find_differences,
+    main,
+    merge_equal_units,
+    predict,
+)
 from torchtrain.metrics.comm_timeline import draw_timeline
+from torchtrain.train import check_job
 
 ROOT = Path(__file__).parents[3]
 DEBUG_JOB = str(ROOT / "train_configs" / "llama" / "debug_bytes.toml")
@@ -55,13 +66,35 @@ def test_a_byte_too_many_and_a_missing_collective_are_differences():
 
 
 def test_what_no_unit_asked_for_is_no_difference():
-    assert find_differences({key("(no unit)"): Amount(1, 8, 4)}, {}) == []
+    agreed = Key("(no unit)", "agree", "all_reduce", "world")
+    assert find_differences({agreed: Amount(1, 8, 4)}, {}) == []
 
 
 def test_attention_of_context_parallel_ranks_has_a_formula_and_their_loss_has_none():
     attention = Key("(no unit)", "forward", "all_to_all", "cp")
     assert len(find_differences({attention: Amount(1, 9, 4)}, {attention: Amount(1, 8, 4)})) == 1
     assert find_differences({Key("(no unit)", "optimizer", "all_reduce", "cp"): Amount(1, 8, 4)}, {}) == []
+
+
+def test_each_rank_is_held_to_its_own_formula_and_stages_may_differ():
+    first, second = {key("a"): Amount(1, 8, 4)}, {key("b"): Amount(1, 8, 4)}
+    measured, formulas = {0: first, 1: first, 2: second, 3: second}, {0: first, 1: first, 2: second, 3: second}
+    assert list(compare_ranks(measured, formulas, stage_size=2)) == []
+    (difference,) = compare_ranks(measured, formulas | {3: {key("b"): Amount(1, 9, 4)}}, stage_size=2)
+    assert difference.startswith("rank 3: b, all_gather in forward")
+
+
+def test_without_a_formula_the_ranks_of_a_stage_are_compared():
+    measured = {0: {key("a"): Amount(1, 8, 4)}, 1: {key("a"): Amount(2, 8, 4)}}
+    assert list(compare_ranks(measured, dict.fromkeys(measured, "why"), stage_size=2)) == [
+        "rank 1 communicates otherwise than rank 0"
+    ]
+    assert list(compare_ranks(measured, dict.fromkeys(measured, "why"), stage_size=1)) == []
+
+
+def test_a_job_without_a_formula_says_why():
+    job = [DEBUG_JOB, "--accelerator.tp_size=2", "--compile.enabled=true"]
+    assert "compile.enabled hides" in predict(check_job(job, 2), 0)
 
 
 def test_table_says_where_the_formula_disagrees():
@@ -97,5 +130,5 @@ def test_a_job_is_traced_explained_and_drawn(tmp_path):
     overrides = ["--fsdp_config.dp_shard_size=2", "--training.seq_len=32", "--training.global_batch_size=4"]
     done = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "every unit moves what the closed formula says, to the byte" in done.stdout
+    assert "every unit and axis moves what the closed formulas say, to the byte, on all 2 ranks" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} >= {"comm_trace.jsonl", "comm_trace.txt", "comm_timeline.png"}
