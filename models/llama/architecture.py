@@ -97,6 +97,7 @@ def _rope_faults(architecture: LlamaArchitecture) -> Iterator[Fault]:
 
 UNSUPPORTED: dict[Technique, str] = {"expert parallel": "it has no experts"}
 
+# Sizes of smollm2_135m: config.json of HuggingFaceTB/SmolLM2-135M.
 # Sizes of 1b to 405b: config.json of meta-llama/Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8B, -70B and -405B.
 PRESETS = {
     "debug": LlamaArchitecture(
@@ -109,6 +110,19 @@ PRESETS = {
         head_dim=24,
         max_position_embeddings=4096,
         rope_theta=10_000.0,
+    ),
+    "smollm2_135m": LlamaArchitecture(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=8192,
+        rope_theta=100_000.0,
+        tie_word_embeddings=True,
+        initializer_range=0.041_666_666_666_666_664,
     ),
     "1b": LlamaArchitecture(
         vocab_size=128_256,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torchtrain.config.fsdp import DTypeName
 from torchtrain.config.section import Section
 
 
@@ -22,6 +23,12 @@ class CheckpointConfig(Section):
     """Whole checkpoints kept; older ones are removed. 0 keeps all."""
     resume: str | None = None
     """``auto``: the newest whole checkpoint of ``training.output_dir``, if any; or a path; null starts anew."""
+    export_hf: bool = False
+    """At the end, write the model for Hugging Face to ``hugging_face`` in ``training.output_dir``."""
+    export_dtype: DTypeName | None = None
+    """Dtype of the export; null is ``model.init_dtype``."""
+    export_max_file_gb: float | None = 5.0
+    """GiB after which the export begins another file; null writes one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,7 @@ _ABOVE_ZERO = (
     "training.max_grad_norm",
     "accelerator.dist_timeout_s",
     "metrics.peak_flops",
+    "checkpoint.export_max_file_gb",
 )
 _NOT_EMPTY = (
     "model.name",
@@ -396,6 +397,15 @@ _NEEDS = (
     _Need("accelerator.sequence_parallel", _differs(False), _has_tp, "accelerator.tp_size > 1"),
     _Need("accelerator.loss_parallel", _differs(False), _has_tp, "accelerator.tp_size > 1"),
     _Need("dist_config.ep_dispatcher", _differs("eager"), _has_experts, "accelerator.ep_size > 1"),
+    _Need(
+        "checkpoint.export_dtype", _differs(None), lambda job: job.checkpoint.export_hf, "checkpoint.export_hf: true"
+    ),
+    _Need(
+        "checkpoint.export_max_file_gb",
+        _differs(5.0),
+        lambda job: job.checkpoint.export_hf,
+        "checkpoint.export_hf: true",
+    ),
     _Need("compile.fullgraph", _differs(False), lambda job: job.compile.enabled, "compile.enabled: true"),
     _Need("compile.dynamic", _differs(None), lambda job: job.compile.enabled, "compile.enabled: true"),
     _Need(

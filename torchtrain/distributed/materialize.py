@@ -5,7 +5,7 @@ Each rank draws only the rows it owns, so the same job starts from the same weig
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -39,17 +39,20 @@ def materialize(model: nn.Module, device: torch.device, *, buffer_device: torch.
 
 
 @torch.no_grad()
-def initialize_parameters(model: nn.Module, rule_for: Callable[[str], InitRule], seed: int) -> None:
+def initialize_parameters(
+    model: nn.Module, rule_for: Callable[[str], InitRule], seed: int, *, only: Collection[str] | None = None
+) -> None:
     """Draw every parameter of ``model`` in place, each from (seed, fqn) alone.
 
     Args:
         model: Materialised model, sharded or not.
         rule_for: Fqn to how it is drawn.
         seed: ``training.seed``.
+        only: Fqns to draw, where others get their values elsewhere; None draws all.
     """
     for fqn, parameter in model.named_parameters():
-        local, slices = _local_view(parameter)
-        if local.numel() == 0:
+        local, slices = local_view(parameter)
+        if local.numel() == 0 or (only is not None and fqn not in only):
             continue
         rows, *columns = slices or [slice(0, 1)]
         drawn = draw_rows(
@@ -58,10 +61,11 @@ def initialize_parameters(model: nn.Module, rule_for: Callable[[str], InitRule],
         local.copy_(drawn[(slice(None), *columns)] if slices else drawn)
 
 
-def _local_view(parameter: nn.Parameter) -> tuple[Tensor, list[slice]]:
-    if isinstance(parameter.data, DTensor):
-        return parameter.data.to_local(), local_slices(parameter.data)
-    return parameter.data, [slice(0, size) for size in parameter.shape]
+def local_view(tensor: Tensor) -> tuple[Tensor, list[slice]]:
+    """Return what this rank holds of a tensor, sharing its memory, and the slices of the whole that this is."""
+    if isinstance(tensor.data, DTensor):
+        return tensor.data.to_local(), local_slices(tensor.data)
+    return tensor.data, [slice(0, size) for size in tensor.shape]
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:

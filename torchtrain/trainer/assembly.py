@@ -40,8 +40,10 @@ from torchtrain.runtime.signals import EXIT_STOPPED_BY_SIGNAL, StopSignal
 from torchtrain.tasks.pretrain import PretrainTask
 from torchtrain.trainer.data_order import describe_data_order
 from torchtrain.trainer.evaluation import evaluate
+from torchtrain.trainer.export import HUGGING_FACE_FOLDER, export_model
 from torchtrain.trainer.forward_backward import ForwardBackward, build_forward_backward
 from torchtrain.trainer.precision import ComputePrecision
+from torchtrain.trainer.preflight import describe_config_differences
 from torchtrain.trainer.run import RankModel, Run, build_model
 from torchtrain.trainer.sampling import sample
 from torchtrain.trainer.step import TrainStep
@@ -87,6 +89,8 @@ def _announce(run: Run) -> None:
         logger.info("FSDP is skipped: no other rank shares this model's data-parallel domain")
     for warning in (*find_job_warnings(run.job), *find_topology_warnings(run.job, topology)):
         logger.warning(warning)
+    for difference in describe_config_differences(run.job, run.spec, run.architecture):
+        logger.warning(difference)
     if run.is_main:
         run.output_dir.mkdir(parents=True, exist_ok=True)
         (run.output_dir / "job.yaml").write_text(dump_job(run.job), encoding="utf-8")
@@ -148,6 +152,8 @@ def _execute(
         )
         if is_finished:
             _show_sample(run, model, forward_backward, tokenizer, instruments.metrics)
+            if job.checkpoint.export_hf:
+                export_model(run, model, optimizer, tokenizer)
     _say_where(run)
     return EXIT_FINISHED if is_finished else EXIT_STOPPED_BY_SIGNAL
 
@@ -247,4 +253,6 @@ def _say_where(run: Run) -> None:
         "TensorBoard": run.output_dir / "tensorboard",
         "checkpoints": run.output_dir / "checkpoints",
     }
+    if run.job.checkpoint.export_hf:
+        places["Hugging Face"] = run.output_dir / HUGGING_FACE_FOLDER
     logger.info("everything is in\n" + "\n".join(f"  {name:<12} {path}" for name, path in places.items()))

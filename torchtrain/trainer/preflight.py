@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchtrain.checkpoint.checkpointer import refuse_damaged
+from torchtrain.checkpoint.hf_folder import HuggingFaceFolder, open_folder
+from torchtrain.checkpoint.hf_import import plan_import, read_model_names, refuse_incomplete
 from torchtrain.config.job import Job
 from torchtrain.data.sources import list_files
 from torchtrain.data.tokenizer import build_tokenizer
 from torchtrain.distributed.fsdp2.replicate import resolve_replicate_params
 from torchtrain.errors import ConfigError, Fault, TorchtrainError
+from torchtrain.hugging_face.model_config import ConfigComparison, compare_config, find_export_faults
 from torchtrain.model_spec import ModelSpec
 from torchtrain.optim.build import check_optimizer
 
@@ -38,8 +42,45 @@ def refuse_what_the_model_rules_out(job: Job, spec: ModelSpec, architecture: Any
             check()
         except ConfigError as error:
             faults += error.faults
+    if job.checkpoint.export_hf:
+        faults += find_export_faults(architecture, spec.hugging_face.config)
     if faults:
         raise ConfigError(faults)
+
+
+def refuse_foreign_weights(job: Job, spec: ModelSpec, architecture: Any) -> None:
+    """Hold the checkpoint that ``model.hf_path`` names to the model, by its config, index and headers.
+
+    Raises:
+        ConfigError: Its config differs from the job's architecture; every difference is listed.
+        CheckpointError: It is damaged, lacks tensors, or has others than the model.
+    """
+    if job.model.hf_path is None:
+        return
+    folder = open_folder(Path(job.model.hf_path))
+    comparison = _compare(folder, job, spec, architecture)
+    if comparison.faults:
+        raise ConfigError(comparison.faults)
+    with torch.device("meta"):
+        names = read_model_names(spec.build(architecture))
+    refuse_incomplete(plan_import(names, folder.tensors, spec.hugging_face.weights), folder)
+
+
+def describe_config_differences(job: Job, spec: ModelSpec, architecture: Any) -> tuple[str, ...]:
+    """Say in what the job departs from the config of ``model.hf_path`` where that is allowed."""
+    if job.model.hf_path is None:
+        return ()
+    return _compare(open_folder(Path(job.model.hf_path)), job, spec, architecture).notes
+
+
+def _compare(folder: HuggingFaceFolder, job: Job, spec: ModelSpec, architecture: Any) -> ConfigComparison:
+    return compare_config(
+        folder.config,
+        architecture,
+        spec.hugging_face.config,
+        overridden=job.model.overrides,
+        where=str(folder.config_file),
+    )
 
 
 def find_file_errors(job: Job) -> Iterator[TorchtrainError]:

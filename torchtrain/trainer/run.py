@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtrain.checkpoint.hf_import import ModelNames, import_weights, read_model_names
 from torchtrain.config.job import Job
 from torchtrain.distributed.fsdp2.main_grad import keep_gradients_in_fp32
 from torchtrain.distributed.fsdp2.offload import check_host_memory, check_whole_builds, parameter_device
@@ -54,7 +55,7 @@ class RankModel:
 
 
 def build_model(run: Run) -> RankModel:
-    """Build, parallelise and initialise the model; weights depend on the seed and the fqns alone.
+    """Build, parallelise and fill the model; drawn weights depend on the seed and the fqns alone.
 
     Collective: the whole world.
     """
@@ -67,6 +68,7 @@ def build_model(run: Run) -> RankModel:
     with torch.device("meta" if model_config.init_on_meta else run.device):
         model = run.spec.build(run.architecture)
     model = model.to(DTYPES[model_config.init_dtype])
+    names = read_model_names(model)
     chunks = run.spec.parallelize(model, run.job, run.meshes)
     if is_offloaded:
         check_host_memory(model, fp32_main_params=run.job.optimizer.fp32_main_params)
@@ -75,9 +77,17 @@ def build_model(run: Run) -> RankModel:
         materialize(model, home, buffer_device=run.device)
     if fsdp_config.mix_precision.fp32_main_grad and not has_fsdp_domain:
         keep_gradients_in_fp32(model)
-    initialize_parameters(model, partial(run.spec.init_rule, run.architecture), run.job.training.seed)
+    _fill(run, model, names)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     logger.info(
         f"model {model_config.name}/{model_config.preset}: {num_parameters / 1e6:.2f} M parameters on this rank's stage"
     )
     return RankModel(model, chunks)
+
+
+def _fill(run: Run, model: nn.Module, names: ModelNames) -> None:
+    """Load what ``model.hf_path`` holds, and draw the rest."""
+    drawn, hf_path = None, run.job.model.hf_path
+    if hf_path is not None:
+        drawn = import_weights(model, names, Path(hf_path), run.spec.hugging_face.weights).initialised
+    initialize_parameters(model, partial(run.spec.init_rule, run.architecture), run.job.training.seed, only=drawn)

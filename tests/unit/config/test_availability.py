@@ -12,7 +12,6 @@ ASKS = [
     "kernel_config.name=auto, flash-linear-attention",
     "kernel_config.include_kernels=chunk_gated_delta_rule",
     "kernel_config.chunk_size=32",
-    "model.hf_path=weights",
 ]
 
 
