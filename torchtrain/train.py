@@ -71,10 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         checked = check_job(words, launch.world_size)
         # Only now: importing torch takes seconds, and a wrong job has been refused already.
         from torchtrain.trainer.assembly import train
-        from torchtrain.trainer.preflight import refuse_what_the_model_rules_out
+        from torchtrain.trainer.preflight import refuse_foreign_weights, refuse_what_the_model_rules_out
 
         spec = load_spec(checked.job.model.name)
         refuse_what_the_model_rules_out(checked.job, spec, checked.architecture)
+        refuse_foreign_weights(checked.job, spec, checked.architecture)
     except TorchtrainError as error:
         # Every rank has read the same files: one of them says what is wrong.
         if launch.rank == 0:
@@ -130,13 +131,19 @@ def find_late_errors(checked: CheckedJob) -> list[TorchtrainError]:
 
     Imports torch.
     """
-    from torchtrain.trainer.preflight import find_file_errors, refuse_what_the_model_rules_out
+    from torchtrain.trainer.preflight import (
+        find_file_errors,
+        refuse_foreign_weights,
+        refuse_what_the_model_rules_out,
+    )
 
-    try:
-        refuse_what_the_model_rules_out(checked.job, load_spec(checked.job.model.name), checked.architecture)
-    except TorchtrainError as error:
-        return [error, *find_file_errors(checked.job)]
-    return list(find_file_errors(checked.job))
+    spec, errors = load_spec(checked.job.model.name), []
+    for refuse in (refuse_what_the_model_rules_out, refuse_foreign_weights):
+        try:
+            refuse(checked.job, spec, checked.architecture)
+        except TorchtrainError as error:
+            errors.append(error)
+    return [*errors, *find_file_errors(checked.job)]
 
 
 def _check_architecture(job: Job) -> tuple[Any, list[Fault]]:

@@ -32,7 +32,6 @@ NOT_YET = (
     Unavailable("kernel_config.name", "kernel plugins", lambda names: names.strip() == "auto", "auto"),
     Unavailable("kernel_config.include_kernels", "kernel plugins", lambda names: names is None, "null"),
     Unavailable("kernel_config.chunk_size", "the gated delta rule", lambda size: size == 64, "64"),
-    Unavailable("model.hf_path", "starting from Hugging Face weights", lambda path: path is None, "null"),
 )
 
 
