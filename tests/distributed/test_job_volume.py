@@ -46,11 +46,11 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp_tied_autocast": (2, (TIED, TP, SP, "fsdp_config.mix_precision={param_dtype: bfloat16}")),
     "tp_lp_autocast": (2, (ODD, TP, LP, NTH, "fsdp_config.mix_precision={param_dtype: bfloat16}")),
     "fsdp_tp_sp_whole": (4, (TIED, SHARD_2, TP, SP, LP, WHOLE)),
-    "fsdp_tp_mains": (
+    "replicate_tp_mains": (
         4,
-        (ODD, SHARD_2, TP, SP, MAIN, "model.init_dtype=bfloat16", "optimizer.fp32_main_params=true"),
+        (ODD, TP, SP, MAIN, "model.init_dtype=bfloat16", "optimizer.fp32_main_params=true"),
     ),
-    "replicate_tp_cp": (8, (ODD, TP, SP, LP, CP, mode("ring"), SHARD_2, "fsdp_config.comm_fusion=true")),
+    "fsdp_tp_cp": (4, (ODD, TP, SP, LP, CP, mode("ring"), SHARD_2, "fsdp_config.comm_fusion=true")),
     "pp_fsdp_low": (4, (ODD, PP, SHARD_2, LOW, FULL)),
     "pp_fsdp_wide_boundary": (4, (ODD, PP, SHARD_2, LOW.replace("}", ", output_dtype: float32}"))),
     "pp_tp_zero_bubble": (4, (ODD, PP, TP, SP, LP, schedule("ZBVZeroBubble"))),
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 def trace_second_step(overrides: tuple[str, ...]) -> tuple[Records, Volumes]:
     """Records of all ranks (on rank 0), and this rank's volumes by the formulas."""
-    job = load_job(None, [*MODEL, "training.micro_batch_size=1", *overrides])
+    job = load_job(None, [*MODEL, "training.global_batch_size=4", "training.micro_batch_size=1", *overrides])
     topology, spec = Topology.resolve(job, dist.get_world_size()), load_spec("llama")
     meshes = build_meshes(topology, torch.device("cpu"))
     architecture = resolve_architecture("llama", "debug", job.model.overrides)

@@ -17,7 +17,11 @@ from typing import Any
 from torchtrain.config.job import Job
 from torchtrain.config.rules import find_size_faults, nearest_divisors, nearest_multiples
 from torchtrain.config.training import TrainingConfig
-from torchtrain.distributed.pipeline_parallel.stage_plan import find_micro_batch_faults, pp_micro_batch_size
+from torchtrain.distributed.pipeline_parallel.stage_plan import (
+    SPLIT_BACKWARD,
+    find_micro_batch_faults,
+    pp_micro_batch_size,
+)
 from torchtrain.errors import Fault, TopologyError
 
 
@@ -204,6 +208,13 @@ def find_topology_warnings(job: Job, topology: Topology) -> list[str]:
                     f"fsdp_config.{name}: false has no effect: it needs accelerator.pp_size = 1, as a pipeline gathers "
                     "parameters and reduces gradients once a step"
                 )
+        schedule, recompute = job.accelerator.pp_schedule, job.activation_checkpoint.mode
+        if schedule in SPLIT_BACKWARD and recompute != "none":
+            warnings.append(
+                f"activation_checkpoint.mode = {recompute} computes a block again for its inputs and once more for "
+                f"every group of its weights with accelerator.pp_schedule = {schedule}, which computes their gradients "
+                "apart, about ten times in all: set it to none, or use 1F1B or Interleaved1F1B"
+            )
     elif num_micro_batches == 1:
         for name in ("reshard_after_backward", "requires_grad_sync"):
             if not getattr(fsdp, name):

@@ -234,6 +234,16 @@ def test_gradient_dtype_without_an_fsdp_domain_is_warned_about():
     assert find_topology_warnings(job, Topology.resolve(job, 2)) == []
 
 
+def test_recomputing_for_every_part_of_a_split_backward_is_warned_about():
+    def warnings(schedule, mode):
+        job = job_of(pp=2, words=[f"accelerator.pp_schedule={schedule}", f"activation_checkpoint.mode={mode}"])
+        return find_topology_warnings(job, Topology.resolve(job, 2))
+
+    (warning,) = warnings("ZBVZeroBubble", "full")
+    assert warning.startswith("activation_checkpoint.mode = full computes a block again for its inputs")
+    assert warnings("ZBVZeroBubble", "none") == warnings("Interleaved1F1B", "full") == []
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_that_round_between_micro_batches_are_warned_about(dtype):
     words = [f"fsdp_config.mix_precision.param_dtype={dtype}"]
