@@ -188,3 +188,30 @@ def test_the_auxiliary_loss_of_one_sparse_layer_equals_hugging_face():
     oracle(input_ids=input_ids_BT, labels=unshifted(labels_BT), output_router_logits=True).loss.backward()
 
     assert_hugging_face_gradients(model, oracle)
+
+
+def test_a_layer_with_a_shared_expert_equals_hugging_face():
+    """Qwen2's layer, as Hugging Face's Qwen3 has no shared expert; the rest of both is the same."""
+    modeling = pytest.importorskip("transformers.models.qwen2_moe.modeling_qwen2_moe")
+    config = modeling.Qwen2MoeConfig(
+        hidden_size=SHARED.hidden_size,
+        moe_intermediate_size=SHARED.moe_intermediate_size,
+        shared_expert_intermediate_size=SHARED.shared_expert_intermediate_size,
+        num_experts=SHARED.num_experts,
+        num_experts_per_tok=SHARED.num_experts_per_tok,
+        norm_topk_prob=SHARED.norm_topk_prob,
+        experts_implementation="eager",
+    )
+    layer, oracle = random_model(SHARED).get_submodule("layers.0.mlp"), modeling.Qwen2MoeSparseMoeBlock(config)
+    names = {f"mlp.{fqn}": tensor for fqn, tensor in layer.state_dict().items()}
+    oracle.load_state_dict({fqn.removeprefix("model.mlp."): w for fqn, w in as_hugging_face(names).items()})
+    x_BTD = torch.randn(2, 9, SHARED.hidden_size)
+
+    y_BTD, expected_BTD = layer(x_BTD), oracle(x_BTD)
+    for result in (y_BTD, expected_BTD):
+        result.square().sum().backward()
+
+    assert relative_error(y_BTD, expected_BTD) <= MODEL_OUTPUT
+    actual = as_hugging_face({f"mlp.{fqn}": tensor for fqn, tensor in own_gradients(layer).items()})
+    errors = {fqn: relative_error(actual[f"model.mlp.{fqn}"], p.grad) for fqn, p in oracle.named_parameters()}
+    assert max(errors.values()) <= MODEL_GRADIENT, errors
