@@ -1,7 +1,7 @@
 """Finds families and resolves their architectures. Imports no torch until a spec is asked for.
 
-A family is a folder of four files: ``architecture`` (``PRESETS``, ``UNSUPPORTED``, ``find_architecture_faults``; no
-torch), ``model``, ``parallelize`` and ``spec`` (``SPEC``).
+A family is a folder of four files: ``architecture`` (``PRESETS``, ``UNSUPPORTED``, ``find_architecture_faults``, and
+``FSDPTURBO`` for that plugin; no torch), ``model``, ``parallelize`` and ``spec`` (``SPEC``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from torchtrain.config.explain import explain
 from torchtrain.config.nearest import did_you_mean
+from torchtrain.distributed.fsdpturbo.legality import FSDPTurboModel
 from torchtrain.distributed.legality import DecoderSizes, Technique
 from torchtrain.errors import ConfigError, Fault
 
@@ -70,6 +71,12 @@ def resolve_architecture(name: str, preset: str, overrides: Mapping[str, Any]) -
 def unsupported_techniques(name: str) -> Mapping[Technique, str]:
     """Say which parallel techniques a family cannot do, each with the reason."""
     return importlib.import_module(f"models.{name}.architecture").UNSUPPORTED
+
+
+def fsdpturbo_models() -> dict[str, FSDPTurboModel]:
+    """Say what each family registered with the plugin fsdpturbo; those that did not are left out."""
+    architectures = {name: importlib.import_module(f"models.{name}.architecture") for name in FAMILIES}
+    return {name: module.FSDPTURBO for name, module in architectures.items() if hasattr(module, "FSDPTURBO")}
 
 
 def _override_faults(family: ModuleType, base: Any, overrides: Mapping[str, Any]) -> list[Fault]:

@@ -22,6 +22,10 @@ from torchtrain.distributed.expert_parallel.load_counts import apply_load_counti
 from torchtrain.distributed.expert_parallel.plan import plan_expert_parallel
 from torchtrain.distributed.fsdp2.manager import FSDP2Manager
 from torchtrain.distributed.fsdp2.source_layout import SourceLayout
+from torchtrain.distributed.fsdpturbo.apply import apply_fsdpturbo
+from torchtrain.distributed.fsdpturbo.legality import FSDPTurboModel
+from torchtrain.distributed.fsdpturbo.plan import plan_fsdpturbo
+from torchtrain.distributed.gradient_norm import warm_up_gradient_norm
 from torchtrain.distributed.meshes import Meshes
 from torchtrain.distributed.pipeline_parallel.split import measure_costs, split_into_stages
 from torchtrain.distributed.pipeline_parallel.stage_plan import PipelinePlan, plan_pipeline
@@ -50,7 +54,12 @@ MOE_TABLE = {
 
 
 def parallelize_decoder(
-    model: nn.Module, job: Job, meshes: Meshes, *, tensor_parallel_table: Mapping[str, Style]
+    model: nn.Module,
+    job: Job,
+    meshes: Meshes,
+    *,
+    tensor_parallel_table: Mapping[str, Style],
+    fsdpturbo_model: FSDPTurboModel | None = None,
 ) -> tuple[nn.Module, ...]:
     """Apply tensor, expert and context parallelism, activation checkpointing, compile, stages, then FSDP.
 
@@ -64,6 +73,7 @@ def parallelize_decoder(
         job: The checked job.
         meshes: Of this rank.
         tensor_parallel_table: The family's modules, without those inside of layers with experts: see ``MOE_TABLE``.
+        fsdpturbo_model: What the family registered with the plugin fsdpturbo, if it did.
 
     Returns:
         What is called, in the order of the pipeline; ``(model,)`` without one.
@@ -83,14 +93,32 @@ def parallelize_decoder(
         decoder.token_loss = token_loss
     apply_activation_checkpoint(decoder, job.activation_checkpoint)
     apply_compile(decoder, job.compile)
-    return _split_and_shard(decoder, job, meshes, layouts)
+    ignored = _shard_experts_first(decoder, job, meshes, fsdpturbo_model) if topology.is_fsdpturbo else frozenset()
+    chunks = _split_and_shard(decoder, job, meshes, layouts, ignored)
+    if topology.is_fsdpturbo:
+        warm_up_gradient_norm(decoder.parameters(), meshes.device)
+    return chunks
+
+
+def _shard_experts_first(
+    decoder: Decoder, job: Job, meshes: Meshes, registered: FSDPTurboModel | None
+) -> frozenset[str]:
+    """Do the plugin's part; returns the parameters that the dense path must ignore.
+
+    Experts come before everything dense in either implementation: with ``native`` they are FSDP units of their own on
+    the plugin's mesh, which FSDP2Manager wraps before the block around them.
+    """
+    assert registered is not None, "the job check refuses the plugin for a family that is not registered with it"
+    plan = plan_fsdpturbo(decoder, job.dist_config, registered, efsdp_size=meshes.topology.edp_shard_size)
+    apply_fsdpturbo(decoder, plan, meshes, job.fsdp_config)
+    return plan.ignored_parameters
 
 
 def _split_and_shard(
-    decoder: Decoder, job: Job, meshes: Meshes, layouts: Mapping[str, SourceLayout]
+    decoder: Decoder, job: Job, meshes: Meshes, layouts: Mapping[str, SourceLayout], ignored: frozenset[str]
 ) -> tuple[nn.Module, ...]:
     manager = FSDP2Manager(job.fsdp_config, meshes)
-    shards = manager.plan(decoder, layouts) if meshes.topology.has_fsdp_domain else None
+    shards = manager.plan(decoder, layouts, ignored) if meshes.topology.has_fsdp_domain else None
     if meshes.topology.pp_size == 1:
         if shards is not None:
             manager.parallelize(decoder, shards)

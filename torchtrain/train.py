@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.registry import load_spec, resolve_architecture, unsupported_techniques
+from models.registry import fsdpturbo_models, load_spec, resolve_architecture, unsupported_techniques
 from torchtrain.config.availability import find_unavailable
 from torchtrain.config.job import Job
 from torchtrain.config.load import collect_faults, read_job
 from torchtrain.config.rules import find_job_faults, find_size_faults
+from torchtrain.distributed.fsdpturbo.legality import find_plugin_faults
 from torchtrain.distributed.legality import find_legality_faults
 from torchtrain.distributed.topology import Topology, find_topology_faults
 from torchtrain.errors import ConfigError, Fault, TorchtrainError
@@ -156,6 +157,10 @@ def _check_architecture(job: Job) -> tuple[Any, list[Fault]]:
     if not find_size_faults(job):
         unsupported = unsupported_techniques(model.name)
         faults += find_legality_faults(architecture, job, family=model.name, unsupported=unsupported)
+        registered = fsdpturbo_models()
+        faults += find_plugin_faults(
+            job, family=model.name, registered=registered.get(model.name), registered_families=tuple(registered)
+        )
     longest = architecture.max_position_embeddings
     if seq_len <= longest:
         return architecture, faults

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchtrain.config.section import Section
+from torchtrain.distributed.fsdpturbo.legality import FSDPTurboModel
 from torchtrain.distributed.legality import Technique
 from torchtrain.errors import Fault
 from torchtrain.nn.decoder_sizes import (
@@ -115,6 +116,7 @@ def _balance_faults(architecture: Qwen3MoeArchitecture) -> Iterator[Fault]:
 
 
 UNSUPPORTED: dict[Technique, str] = {}
+FSDPTURBO = FSDPTurboModel(expert_modules=("layers.*.mlp.experts",))
 
 # Sizes of 30b_a3b and 235b_a22b: config.json of Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B.
 PRESETS = {

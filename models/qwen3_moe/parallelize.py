@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from models.qwen3_moe.architecture import FSDPTURBO
 from torchtrain.config.job import Job
 from torchtrain.distributed.meshes import Meshes
 from torchtrain.distributed.tensor_parallel.plan import Style
@@ -28,4 +29,6 @@ TENSOR_PARALLEL_TABLE = {
 
 def parallelize_qwen3_moe(model: nn.Module, job: Job, meshes: Meshes) -> tuple[nn.Module, ...]:
     """Apply every technique that the job asks for; returns what is called, in the order of the pipeline."""
-    return parallelize_decoder(model, job, meshes, tensor_parallel_table=TENSOR_PARALLEL_TABLE)
+    return parallelize_decoder(
+        model, job, meshes, tensor_parallel_table=TENSOR_PARALLEL_TABLE, fsdpturbo_model=FSDPTURBO
+    )

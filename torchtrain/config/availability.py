@@ -27,8 +27,6 @@ class Unavailable:
 
 NOT_YET = (
     Unavailable("task.name", "supervised fine-tuning", lambda name: name == "pretrain", "pretrain"),
-    Unavailable("dist_config.name", "the plugin fsdpturbo", lambda name: name == "fsdp2", "fsdp2"),
-    Unavailable("dist_config.ep_dispatcher", "any other expert dispatcher", lambda name: name == "eager", "eager"),
     Unavailable("kernel_config.name", "kernel plugins", lambda names: names.strip() == "auto", "auto"),
     Unavailable("kernel_config.include_kernels", "kernel plugins", lambda names: names is None, "null"),
     Unavailable("kernel_config.chunk_size", "the gated delta rule", lambda size: size == 64, "64"),

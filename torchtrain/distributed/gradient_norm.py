@@ -57,6 +57,26 @@ def global_gradient_norm(
     return total.pow(1.0 / p)
 
 
+def warm_up_gradient_norm(
+    parameters: Iterable[nn.Parameter], device: torch.device, *, pp_group: dist.ProcessGroup | None = None
+) -> None:
+    """Run every collective of the norm once, on a zero gradient, so that the first step does not set them up.
+
+    Args:
+        parameters: As for ``global_gradient_norm``, with or without memory.
+        device: As there.
+        pp_group: As there.
+
+    Collective: as there.
+    """
+    power = torch.zeros((), dtype=torch.float32, device=device)
+    for groups in dict.fromkeys(_shard_groups(parameter.data) for parameter in parameters if parameter.requires_grad):
+        for group in groups:
+            dist.all_reduce(power, group=group)
+    if pp_group is not None:
+        dist.all_reduce(power, group=pp_group)
+
+
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
     """Multiply every gradient in place, this rank's part."""
     if gradients := local_gradients(parameters):

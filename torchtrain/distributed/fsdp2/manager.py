@@ -6,7 +6,7 @@ read the same plan. It builds no mesh either: it selects one from ``Meshes``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -37,17 +37,23 @@ class FSDP2Manager:
         self._meshes = meshes
         self._whole_placements: dict[MeshName, ShardPlacementResult] = {}
 
-    def plan(self, model: nn.Module, source_layouts: Mapping[str, SourceLayout] | None = None) -> ShardPlan:
+    def plan(
+        self,
+        model: nn.Module,
+        source_layouts: Mapping[str, SourceLayout] | None = None,
+        ignored: Collection[str] = (),
+    ) -> ShardPlan:
         """Decide the shard units of ``model``; changes nothing and needs no parameter memory.
 
         Args:
             model: The final model, any device.
             source_layouts: What tensor and expert parallelism did to parameters, by fqn.
+            ignored: Fqns of parameters that somebody else shards or sums.
 
         Raises:
             ConfigError: ``replicate_params`` or ``source_layouts`` do not fit the model.
         """
-        return plan_shards(model, self._config, self._meshes.topology, source_layouts or {})
+        return plan_shards(model, self._config, self._meshes.topology, source_layouts or {}, ignored)
 
     def plan_stage(self, whole: ShardPlan, stage: nn.Module) -> ShardPlan:
         """Cut the plan of a whole model down to one pipeline stage of it; see `plan_stage_shards`."""
@@ -67,18 +73,19 @@ class FSDP2Manager:
         for mesh in plan.whole_on:
             self._whole_placement(mesh)
         parameters = [parameter for unit in plan.units for parameter in unit.parameters]
-        check_source_layouts(model, {parameter.fqn: parameter.source for parameter in parameters})
+        check_source_layouts(model, {parameter.fqn: parameter.source for parameter in parameters}, plan.ignored)
         planned = {id(model.get_parameter(parameter.fqn)): parameter for parameter in parameters}
         root, *inner = plan.units
         aliases = {names[0]: names for names in aliases_by_parameter(model).values()}
         inside = tuple(f"{unit.fqn}." for unit in inner)
         borrowed = [p.fqn for p in root.parameters if any(name.startswith(inside) for name in aliases[p.fqn])]
-        ignored = {model.get_parameter(fqn) for fqn in borrowed}
+        foreign = {model.get_parameter(fqn) for fqn in plan.ignored}
+        ignored = foreign | {model.get_parameter(fqn) for fqn in borrowed}
         # Module order lists a unit before those inside it; deepest first is that order backwards.
         for unit in reversed(inner):
             self._wrap(model, unit, planned, ignored)
         with held_by_root(model, borrowed):
-            self._wrap(model, root, planned, set())
+            self._wrap(model, root, planned, foreign)
         apply_prefetch(model, plan)
         apply_comm_fusion(model, self._config)
         if self._config.mix_precision.fp32_main_grad:

@@ -68,6 +68,8 @@ class ShardPlan:
     """Transformer blocks among the units."""
     whole_on: tuple[MeshName, ...] = ()
     """Meshes on which some parameter of the whole model is kept whole, be it on another pipeline stage."""
+    ignored: tuple[str, ...] = ()
+    """Fqns of parameters that belong to somebody else: in no unit, neither sharded nor reduced by FSDP."""
 
     def describe(self) -> str:
         """One line for the log: how many blocks are wrapped, on which meshes."""

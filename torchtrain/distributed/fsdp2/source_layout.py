@@ -6,7 +6,7 @@ parameters really are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -68,18 +68,23 @@ def resolve_source_layouts(model: nn.Module, layouts: Mapping[str, SourceLayout]
     return resolved
 
 
-def check_source_layouts(model: nn.Module, resolved: Mapping[str, SourceLayout | None]) -> None:
+def check_source_layouts(
+    model: nn.Module, resolved: Mapping[str, SourceLayout | None], ignored: Collection[str] = ()
+) -> None:
     """Compare stated layouts with the parameters as they are.
 
     Args:
         model: The final model.
         resolved: Layout of each parameter by its first fqn; None or missing for a plain tensor.
+        ignored: Fqns of parameters that may be anything.
 
     Raises:
         ConfigError: A parameter is laid out otherwise than stated, or over more axes than one.
     """
     faults = []
     for fqn, parameter in model.named_parameters():
+        if fqn in ignored:
+            continue
         if isinstance(parameter.data, DTensor) and parameter.data.device_mesh.ndim > 1:
             axes = ", ".join(parameter.data.device_mesh.mesh_dim_names or ("without names",))
             rule = f"must be on one axis, and the parameter is a DTensor on a mesh of several ({axes})"

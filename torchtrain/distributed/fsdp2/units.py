@@ -5,7 +5,7 @@ Pure: reads names, shapes and stated layouts of a model; a meta-device one will 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -21,32 +21,49 @@ from torchtrain.nn.decoder_block import DecoderBlock
 
 
 def plan_shards(
-    model: nn.Module, config: FSDP2Config, topology: Topology, source_layouts: Mapping[str, SourceLayout]
+    model: nn.Module,
+    config: FSDP2Config,
+    topology: Topology,
+    source_layouts: Mapping[str, SourceLayout],
+    ignored: Collection[str] = (),
 ) -> ShardPlan:
     """Group the parameters of a decoder, or of one pipeline stage of it, into shard units.
 
     A decoder block is a unit whatever container holds it, and so is a module that owns parameters laid out over ``ep``.
     The deepest unit owns a parameter. What no unit owns, and what is tied across units, belongs to the root.
 
+    Args:
+        model: The decoder, or a stage of it.
+        config: Section ``fsdp_config``.
+        topology: Sizes of the meshes.
+        source_layouts: By fqn.
+        ignored: Fqns of parameters that belong to somebody else.
+
     Returns:
-        The plan; its units cover every parameter exactly once.
+        The plan; its units cover every other parameter exactly once.
 
     Raises:
         ConfigError: ``replicate_params`` or ``source_layouts`` do not fit the model.
     """
-    sources = resolve_source_layouts(model, source_layouts)
+    layouts = {fqn: layout for fqn, layout in source_layouts.items() if fqn not in ignored}
+    sources = resolve_source_layouts(model, layouts)
     replicated = resolve_replicate_params(model, config.replicate_params)
+    _refuse_ignored_replicas(replicated, ignored)
     block_fqns = {fqn for fqn, module in model.named_modules() if isinstance(module, DecoderBlock)}
     expert_fqns = {fqn.rpartition(".")[0] for fqn, layout in sources.items() if layout.axis == "ep"}
     unit_fqns = [fqn for fqn, _ in model.named_modules() if fqn in block_fqns | expert_fqns]
     owners = _owners(model, unit_fqns)
     owned: dict[str, list[ShardedParameter]] = {fqn: [] for fqn in (ROOT, *unit_fqns)}
     for fqn, parameter in model.named_parameters():
+        if fqn in ignored:
+            continue
         shape, is_replicated = tuple(parameter.shape), fqn in replicated
         is_expert = owners[fqn] in expert_fqns and not is_replicated
         shard_dim = _expert_shard_dim(shape, topology) if is_expert else 0
         owned[owners[fqn]].append(ShardedParameter(fqn, shape, shard_dim, is_replicated, sources.get(fqn)))
     _refuse_mixed_units(owned, expert_fqns)
+    unit_fqns = [fqn for fqn in unit_fqns if owned[fqn]]
+    owned = {fqn: owned[fqn] for fqn in (ROOT, *unit_fqns)}
     forward = plan_prefetch((ROOT, *unit_fqns), config.forward_prefetch_depth)
     backward = plan_prefetch(tuple(reversed(unit_fqns)), config.backward_prefetch_depth, first=ROOT)
     units = tuple(
@@ -64,8 +81,9 @@ def plan_shards(
     return ShardPlan(
         units,
         _mesh_axes(topology, has_experts=bool(expert_fqns)),
-        num_blocks=len(block_fqns),
+        num_blocks=len(block_fqns & set(unit_fqns)),
         whole_on=tuple(sorted({unit.mesh for unit in units if any(p.is_replicated for p in unit.parameters)})),
+        ignored=tuple(fqn for fqn, _ in model.named_parameters() if fqn in ignored),
     )
 
 
@@ -131,6 +149,20 @@ def _expert_shard_dim(shape: tuple[int, ...], topology: Topology) -> int:
     splits_evenly = num_local_experts % topology.edp_shard_size == 0
     can_split_dim_1 = len(shape) > 1 and shape[1] % topology.edp_shard_size == 0
     return 1 if not splits_evenly and can_split_dim_1 else 0
+
+
+def _refuse_ignored_replicas(replicated: Collection[str], ignored: Collection[str]) -> None:
+    faults = [
+        Fault(
+            "fsdp_config.replicate_params",
+            fqn,
+            "names a parameter that the plugin fsdpturbo keeps out of FSDP",
+            "leave it out, or use dist_config.fsdp_implementation: native for an expert's",
+        )
+        for fqn in sorted(set(replicated) & set(ignored))
+    ]
+    if faults:
+        raise ConfigError(faults)
 
 
 def _refuse_mixed_units(owned: Mapping[str, list[ShardedParameter]], expert_fqns: set[str]) -> None:

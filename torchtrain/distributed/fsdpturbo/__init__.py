@@ -1,0 +1,1 @@
+"""The plugin fsdpturbo: experts first, sharded on a mesh of their own; the dense path ignores them."""
