@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 from torchtrain.config.job import Job
 from torchtrain.config.rules import nearest_divisors, nearest_multiples
 from torchtrain.distributed.pipeline_parallel.stage_plan import SPLIT_BACKWARD, find_stage_faults
+from torchtrain.distributed.topology import expert_parallel_size
 from torchtrain.errors import Fault
 
 Technique = Literal[
@@ -148,6 +149,24 @@ def _check_ulysses_heads(architecture: DecoderSizes, job: Job) -> Iterator[Fault
 _LENGTH = "seq_len is a multiple of cp_size, with sequence_parallel of cp_size x tp_size"
 
 
+def _check_shared_expert(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
+    tp_size, size = job.accelerator.tp_size, getattr(architecture, "shared_expert_intermediate_size", 0)
+    if size % tp_size:
+        rule = f"must divide shared_expert_intermediate_size = {size}, which tensor parallelism splits"
+        yield Fault("accelerator.tp_size", tp_size, rule, f"use {nearest_divisors(tp_size, of=size)}")
+
+
+def _check_expert_count(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
+    ep_size, num_experts = expert_parallel_size(job), getattr(architecture, "num_experts", 1)
+    if num_experts % ep_size:
+        rule = f"must divide num_experts = {num_experts}, of which every rank gets as many"
+        yield Fault(_ep_path(job), ep_size, rule, f"use {nearest_divisors(ep_size, of=num_experts)}")
+
+
+def _ep_path(job: Job) -> str:
+    return "dist_config.ep_size" if job.dist_config.name == "fsdpturbo" else "accelerator.ep_size"
+
+
 def _check_untied(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
     if architecture.tie_word_embeddings:
         yield Fault(
@@ -187,6 +206,11 @@ RULES: tuple[Rule, ...] = (
     Rule("tensor parallel", "every rank gets a part of vocab_size, even or not", _check_vocabulary_shards),
     Rule("tensor parallel", "loss_chunk_size needs loss_parallel", _check_chunks_of_gathered_logits),
     Rule(
+        "tensor parallel",
+        "tp_size divides shared_expert_intermediate_size; routed experts and their router are not split",
+        _check_shared_expert,
+    ),
+    Rule(
         "sequence parallel",
         "seq_len is a multiple of tp_size, with context parallel of what that says",
         _check_sequence_parallel_length,
@@ -211,6 +235,7 @@ RULES: tuple[Rule, ...] = (
         "DualPipeV",
         _check_split_backward,
     ),
+    Rule("expert parallel", "ep_size divides num_experts", _check_expert_count),
 )
 """Every condition; a technique adds its own."""
 
@@ -230,8 +255,8 @@ def techniques_in_use(job: Job) -> dict[Technique, tuple[str, object]]:
         in_use[mode] = ("accelerator.cp_mode", sizes.cp_mode)
     if sizes.pp_size > 1:
         in_use["pipeline parallel"] = ("accelerator.pp_size", sizes.pp_size)
-    if sizes.ep_size > 1:
-        in_use["expert parallel"] = ("accelerator.ep_size", sizes.ep_size)
+    if expert_parallel_size(job) > 1:
+        in_use["expert parallel"] = (_ep_path(job), expert_parallel_size(job))
     return in_use
 
 

@@ -125,3 +125,30 @@ def test_chunks_of_logits_that_are_gathered_anyway_are_refused() -> None:
     assert (fault.path, fault.fix) == ("training.loss_chunk_size", "set accelerator.loss_parallel: true")
     assert faults_of("accelerator.tp_size=2", "training.loss_chunk_size=64", "accelerator.loss_parallel=true") == []
     assert faults_of("training.loss_chunk_size=64") == []
+
+
+def expert_faults(*overrides: str) -> list[Fault]:
+    job = read_job(None, list(overrides)).job
+    architecture = resolve_architecture("qwen3_moe", "debug", job.model.overrides)
+    return find_legality_faults(architecture, job, family="qwen3_moe", unsupported={})
+
+
+@pytest.mark.parametrize(("ep_size", "fix"), [(3, "use 2 or 4"), (16, "use 8")])
+def test_experts_that_ranks_cannot_share_are_refused_with_the_nearest_sizes(ep_size: int, fix: str) -> None:
+    (fault,) = expert_faults(f"accelerator.ep_size={ep_size}")
+    assert (fault.path, fault.fix) == ("accelerator.ep_size", fix)
+    assert "must divide num_experts = 8" in fault.rule
+    (fault,) = expert_faults("dist_config.name=fsdpturbo", f"dist_config.ep_size={ep_size}")
+    assert (fault.path, fault.fix) == ("dist_config.ep_size", fix)
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 4, 8])
+def test_every_divisor_of_the_experts_is_legal(ep_size: int) -> None:
+    assert expert_faults(f"accelerator.ep_size={ep_size}") == []
+
+
+def test_a_shared_expert_that_tensor_parallel_ranks_cannot_share_is_refused() -> None:
+    sizes = "model.overrides={shared_expert_intermediate_size: 18, moe_intermediate_size: 9}"
+    (fault,) = expert_faults("accelerator.tp_size=4", sizes)
+    assert (fault.path, fault.fix) == ("accelerator.tp_size", "use 3 or 6")
+    assert expert_faults("accelerator.tp_size=2", sizes) == []

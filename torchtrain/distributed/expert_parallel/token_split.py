@@ -55,7 +55,8 @@ def _gather(mine: Tensor, num_tokens: int, group: dist.ProcessGroup) -> Tensor:
     padded = torch.cat([mine, mine.new_zeros(size - mine.shape[0], *mine.shape[1:])])
     gathered = mine.new_empty(group.size() * size, *mine.shape[1:])
     dist.all_gather_single(gathered.view(-1), padded.view(-1), group=group)
-    return gathered[:num_tokens]
+    # Cut to a tensor of its own: FSDP's hook on what experts return is lost on a view that is changed in place.
+    return gathered if len(gathered) == num_tokens else gathered[:num_tokens].clone()
 
 
 class _Take(torch.autograd.Function):
