@@ -22,6 +22,10 @@ class Backend(Generic[Problem, Implementation]):
     implementation: Implementation
     is_able: Callable[[Problem], bool]
     """Whether it computes this problem, and rightly."""
+    plugin: str = "torch"
+    """Who brings it: ``torch``, or the name in ``kernel_config.name``."""
+    conditions: str = "any device and dtype"
+    """What ``is_able`` asks for, in words."""
 
 
 class Op(Generic[Problem, Implementation]):
@@ -66,3 +70,7 @@ class Op(Generic[Problem, Implementation]):
     def names(self) -> list[str]:
         """List the backends, as registered."""
         return list(self._backends)
+
+    def describe(self) -> str:
+        """List the backends with their conditions, for messages."""
+        return "; ".join(f"{backend.name} ({backend.conditions})" for backend in self._backends.values())
