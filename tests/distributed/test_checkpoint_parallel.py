@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -46,13 +47,15 @@ def pass_on(overrides: tuple[str, ...], source: Path, folder: Path) -> tuple[dic
     return tensors, run.train(1)
 
 
-def test_a_state_travels_through_every_topology_and_back_bit_for_bit(tmp_path: Path) -> None:
-    started = run_ranks(begin, 4, FSDP_TP, tmp_path / "0")
+@pytest.mark.parametrize("optimizer", ["torch.optim.AdamW", "torchtrain.optim.muon.Muon"])
+def test_a_state_travels_through_every_topology_and_back_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
+    target = f"optimizer._target_={optimizer}"
+    started = run_ranks(begin, 4, (*FSDP_TP, target), tmp_path / "0")
     expected, next_step = started[0]
     folder = tmp_path / "0"
     for stop, (world_size, overrides) in enumerate(ROUTE, start=1):
         source, folder = folder / f"step_{NUM_STEPS:08d}", tmp_path / str(stop)
-        arrived = run_ranks(pass_on, world_size, overrides, source, folder)
+        arrived = run_ranks(pass_on, world_size, (*overrides, target), source, folder)
         everything = {name: tensor for tensors, _ in arrived for name, tensor in tensors.items()}
         assert everything.keys() == expected.keys()
         for tensors, _ in arrived:

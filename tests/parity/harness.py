@@ -28,7 +28,7 @@ from torchtrain.trainer.precision import ComputePrecision
 from torchtrain.trainer.run import RankModel, Run, build_model
 from torchtrain.trainer.step import TrainStep
 
-NUM_STEPS = 3
+NUM_STEPS: int = 3
 VOCAB_SIZE = 101
 
 # Odd sizes everywhere: no parameter's first dim divides by 4, and one rank of four gets nothing of some.
@@ -105,6 +105,7 @@ def train_on_this_rank(overrides: tuple[str, ...]) -> Outcome:
         outcome.losses.append(result.loss)
         outcome.norms.append(result.grad_norm)
     outcome.weights = {fqn: whole_tensor(parameter.detach()) for fqn, parameter in model.named_parameters()}
+    outcome.weights |= {fqn: buffer.clone() for fqn, buffer in model.named_buffers() if fqn.endswith("expert_bias")}
     return outcome
 
 
