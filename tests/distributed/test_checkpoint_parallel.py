@@ -52,7 +52,7 @@ def test_a_state_travels_through_every_topology_and_back_bit_for_bit(tmp_path: P
     target = f"optimizer._target_={optimizer}"
     started = run_ranks(begin, 4, (*FSDP_TP, target), tmp_path / "0")
     expected, next_step = started[0]
-    folder = tmp_path / "0"
+    folder, arrived = tmp_path / "0", started
     for stop, (world_size, overrides) in enumerate(ROUTE, start=1):
         source, folder = folder / f"step_{NUM_STEPS:08d}", tmp_path / str(stop)
         arrived = run_ranks(pass_on, world_size, (*overrides, target), source, folder)
