@@ -398,6 +398,12 @@ _NEEDS = (
     _Need("accelerator.loss_parallel", _differs(False), _has_tp, "accelerator.tp_size > 1"),
     _Need("dist_config.ep_dispatcher", _differs("eager"), _has_experts, "accelerator.ep_size > 1"),
     _Need(
+        "dist_config.hook_modules",
+        lambda patterns: bool(patterns),
+        lambda job: job.dist_config.fsdp_implementation == "custom" or job.dist_config.name != "fsdpturbo",
+        "dist_config.fsdp_implementation: custom",
+    ),
+    _Need(
         "checkpoint.export_dtype", _differs(None), lambda job: job.checkpoint.export_hf, "checkpoint.export_hf: true"
     ),
     _Need(

@@ -223,6 +223,11 @@ def find_topology_warnings(job: Job, topology: Topology) -> list[str]:
                     f"training.global_batch_size above training.micro_batch_size x dp_size = "
                     f"{job.training.global_batch_size}"
                 )
+    if job.dist_config.fsdp_implementation == "custom" and num_micro_batches > 1 and not fsdp.requires_grad_sync:
+        warnings.append(
+            "fsdp_config.requires_grad_sync: false has no effect on experts with dist_config.fsdp_implementation: "
+            "custom, which reduces their gradients in every micro-batch"
+        )
     if not topology.has_fsdp_domain:
         if fsdp.enable_offload:
             warnings.append("fsdp_config.enable_offload has no effect: it needs more than one data-parallel rank")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from torchtrain.config.load import read_job
-from torchtrain.config.rules import find_job_faults
-from torchtrain.distributed.topology import Topology, find_topology_faults
+from torchtrain.config.rules import find_job_faults, find_job_warnings
+from torchtrain.distributed.topology import Topology, find_topology_faults, find_topology_warnings
 from torchtrain.errors import TopologyError
 
 SOURCES = "dataset.sources=[{path: corpus}]"
@@ -90,6 +90,18 @@ def test_a_public_expert_size_that_disagrees_is_refused() -> None:
     with pytest.raises(TopologyError):
         Topology.resolve(job, 8)
     assert faults_of(job_of("accelerator.ep_size=2", ep=2), 8) == []
+
+
+def test_what_one_of_the_implementations_does_not_heed_is_warned_about() -> None:
+    hooks, sync = "dist_config.hook_modules=['*.mlp']", "fsdp_config.requires_grad_sync=false"
+    custom = "dist_config.fsdp_implementation=custom"
+    (warning,) = find_job_warnings(job_of(hooks, ep=2))
+    assert warning.startswith("dist_config.hook_modules = ('*.mlp',) has no effect: it needs")
+    assert find_job_warnings(job_of(hooks, custom, ep=2)) == []
+    for words, number in (((sync,), 0), ((sync, custom), 1), ((custom,), 0)):
+        job = job_of(*words, ep=2)
+        told = find_topology_warnings(job, Topology.resolve(job, 4))
+        assert len([warning for warning in told if "no effect on experts" in warning]) == number
 
 
 @pytest.mark.parametrize(
