@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+_CHUNK_NUMEL = 2**16
+
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """This rank's part of each gradient, as plain tensors that share memory with it; shards may be empty."""
@@ -38,7 +40,7 @@ def global_gradient_norm(
 
     Collective: all ranks that hold pieces of any of the gradients.
 
-    Numerics: squares and sums in fp32 also for low-precision gradients.
+    Numerics: squares and sums in fp32 also for low-precision gradients; on a CPU in chunks, see ``_in_chunks``.
     """
     pieces: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for parameter in parameters:
@@ -46,7 +48,7 @@ def global_gradient_norm(
             pieces.setdefault(_shard_groups(parameter.grad), []).append(_local(parameter.grad))
     total = torch.zeros((), dtype=torch.float32, device=device)
     for groups, gradients in pieces.items():
-        norms = torch._foreach_norm(gradients, p, dtype=torch.float32)
+        norms = torch._foreach_norm(_in_chunks(gradients), p, dtype=torch.float32)
         # Offloaded gradients are on the CPU: one number crosses to the device, not one per parameter.
         power = torch.stack(norms).pow(p).sum().to(device)
         for group in groups:
@@ -91,6 +93,19 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     Numerics: the 1e-6 keeps a zero norm finite, as ``torch.nn.utils.clip_grad_norm_`` does.
     """
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def _in_chunks(gradients: list[Tensor]) -> list[Tensor]:
+    """Cut gradients that lie on the CPU into views of ``_CHUNK_NUMEL``.
+
+    torch's norm there adds squares one after another in fp32: 4e-4 off at ten million elements, 1e-2 at a hundred
+    million. Norms of chunks, added up, stay below 3e-7. Accelerators add in trees and need no help.
+    """
+    chunks: list[Tensor] = []
+    for gradient in gradients:
+        is_long = gradient.device.type == "cpu" and gradient.numel() > _CHUNK_NUMEL
+        chunks.extend(gradient.reshape(-1).split(_CHUNK_NUMEL) if is_long else [gradient])
+    return chunks
 
 
 def _local(gradient: Tensor) -> Tensor:
