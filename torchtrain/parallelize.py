@@ -11,6 +11,7 @@ from typing import cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from torchtrain.activation_checkpoint import apply_activation_checkpoint
 from torchtrain.compile import apply_compile
@@ -20,6 +21,7 @@ from torchtrain.distributed.expert_parallel.apply import apply_expert_parallel
 from torchtrain.distributed.expert_parallel.dispatchers import build_dispatcher
 from torchtrain.distributed.expert_parallel.load_counts import apply_load_counting
 from torchtrain.distributed.expert_parallel.plan import plan_expert_parallel
+from torchtrain.distributed.fsdp2.hidden_hooks import hide_hooks
 from torchtrain.distributed.fsdp2.manager import FSDP2Manager
 from torchtrain.distributed.fsdp2.source_layout import SourceLayout
 from torchtrain.distributed.fsdpturbo.apply import apply_fsdpturbo
@@ -34,7 +36,7 @@ from torchtrain.distributed.tensor_parallel.plan import Style, plan_tensor_paral
 from torchtrain.distributed.tensor_parallel.vocabulary_loss import VocabParallelLoss
 from torchtrain.losses.linear_cross_entropy import ChunkedLoss
 from torchtrain.nn.decoder import Decoder, TokenLoss
-from torchtrain.nn.moe import MoE
+from torchtrain.nn.moe import MoE, RoutedExperts
 from torchtrain.nn.routing import force_balanced_routing
 from torchtrain.runtime.logging import get_logger
 
@@ -95,6 +97,8 @@ def parallelize_decoder(
     apply_compile(decoder, job.compile)
     ignored = _shard_experts_first(decoder, job, meshes, fsdpturbo_model) if topology.is_fsdpturbo else frozenset()
     chunks = _split_and_shard(decoder, job, meshes, layouts, ignored)
+    if job.activation_checkpoint.mode == "selective_op":
+        _hide_units_inside_blocks(decoder)
     if topology.is_fsdpturbo:
         warm_up_gradient_norm(decoder.parameters(), meshes.device)
     return chunks
@@ -128,6 +132,12 @@ def _split_and_shard(
         for stage in stages:
             manager.parallelize(stage, manager.plan_stage(shards, stage))
     return stages
+
+
+def _hide_units_inside_blocks(decoder: Decoder) -> None:
+    for module in decoder.modules():
+        if isinstance(module, RoutedExperts) and isinstance(module, FSDPModule):
+            hide_hooks(module)
 
 
 def _split_over_tp(
