@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
 from types import SimpleNamespace
 from typing import get_args
 
@@ -38,17 +40,48 @@ def counts_of(schedule: PpSchedule, pp_size: int, num_layers: int, costs: StageC
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(0, 40), st.floats(0, 9), st.floats(0, 9))
 @settings(max_examples=200, deadline=None)
-def test_every_layer_is_in_one_stage_and_no_layer_can_move_to_a_cheaper_one(schedule, pp_size, more, head, embedding):
+def test_every_layer_is_in_one_stage_and_no_layer_can_move_to_a_cheaper_rank_or_stage_of_its_rank(
+    schedule, pp_size, more, head, embedding
+):
     num_layers = num_stages(schedule, pp_size) + more
     plan = plan_pipeline(schedule, pp_size=pp_size, num_layers=num_layers, costs=StageCosts(head, embedding))
     assert [layer for stage in plan.stages for layer in stage.layers] == list(range(num_layers))
     assert all(len(stage.layers) for stage in plan.stages)
-    dearest, cheapest = max(stage.cost for stage in plan.stages), min(stage.cost for stage in plan.stages)
-    has_movable = [stage for stage in plan.stages if stage.cost == dearest and len(stage.layers) > 1]
-    assert not has_movable or cheapest + 1 >= dearest - 1e-9
+    cost_of_rank = [sum(stage.cost for stage in plan.stages_of(rank)) for rank in range(pp_size)]
+    for stage in plan.stages:
+        if len(stage.layers) > 1:
+            assert min(cost_of_rank) + 1 >= cost_of_rank[stage.pp_rank] - 1e-9
+            assert min(other.cost for other in plan.stages_of(stage.pp_rank)) + 1 >= stage.cost - 1e-9
     assert sorted(stage.index for rank in range(pp_size) for stage in plan.stages_of(rank)) == list(
         range(len(plan.stages))
     )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("head", [0.0, 0.4, 1.0, 2.5, 4.0])
+def test_no_other_split_has_a_cheaper_dearest_rank(schedule: PpSchedule, head: float) -> None:
+    """By trying all splits of up to nine layers."""
+    for pp_size in (2, 3):
+        stages = num_stages(schedule, pp_size)
+        for num_layers in range(stages, 10):
+            plan = plan_pipeline(
+                schedule, pp_size=pp_size, num_layers=num_layers, costs=StageCosts(head=head, embedding=head)
+            )
+            ours = dearest_rank(schedule, pp_size, [len(stage.layers) for stage in plan.stages], head)
+            others = (dearest_rank(schedule, pp_size, counts, head) for counts in all_splits(stages, num_layers))
+            assert ours <= min(others) + 1e-9, num_layers
+
+
+def all_splits(stages: int, num_layers: int) -> Iterator[tuple[int, ...]]:
+    for cuts in combinations(range(1, num_layers), stages - 1):
+        yield tuple(stop - start for start, stop in pairwise((0, *cuts, num_layers)))
+
+
+def dearest_rank(schedule: PpSchedule, pp_size: int, counts: Sequence[int], head: float) -> float:
+    costs = [0.0] * pp_size
+    for stage, count in enumerate(counts):
+        costs[rank_of_stage(schedule, pp_size, stage)] += count + head * (stage == len(counts) - 1)
+    return max(costs)
 
 
 def test_a_head_that_costs_two_layers_takes_their_place() -> None:

@@ -5,8 +5,9 @@ share. A layer costs 1; the head costs ``vocab_size * hidden_size`` over the mat
 scores are left out, as every layer has the same. The embedding is a lookup and costs no time, but it costs memory, as
 many parameters as a head: among splits that are equally fast, it decides.
 
-Layers are dealt out one by one, each to the stage that is cheapest so far. Layers being alike, no other split has a
-cheaper dearest stage, and the dearest stage is what a pipeline's steady state waits for.
+Layers are dealt out one by one, each to the rank that is cheapest so far, there to its cheapest stage. A pipeline's
+steady state waits for its dearest rank, whatever the number of stages it holds; layers being alike, no other split has
+a cheaper one.
 """
 
 from __future__ import annotations
@@ -135,11 +136,11 @@ def _balance(schedule: PpSchedule, pp_size: int, num_layers: int, costs: StageCo
     for _ in range(num_layers - stages):
 
         def load(index: int) -> tuple[float, float, float, int]:
-            # Equally fast stages: spare the rank that is dearest in all, then the one that holds most, then the first
-            # ranks, which keep the most micro-batches alive.
+            # Equally fast ranks: take the cheapest stage, which shortens filling and draining, then spare the rank that
+            # holds most, then the first ranks, which keep the most micro-batches alive.
             here = rank_of_stage(schedule, pp_size, index)
             mine = [other for other in range(stages) if rank_of_stage(schedule, pp_size, other) == here]
-            return (time[index], sum(time[i] for i in mine), sum(memory[i] for i in mine), -index)
+            return (sum(time[i] for i in mine), time[index], sum(memory[i] for i in mine), -index)
 
         chosen = min(range(stages), key=load)
         counts[chosen] += 1
