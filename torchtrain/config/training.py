@@ -72,7 +72,7 @@ class CompileConfig(Section):
     enabled: bool = False
     """Compile each decoder block."""
     fullgraph: bool = False
-    """Fail on a graph break; not with FSDP, whose hooks break the graph."""
+    """Fail on a graph break; not with FSDP nor with experts, which break the graph."""
     backend: str = "inductor"
     """Compiler backend."""
     dynamic: bool | None = None

@@ -163,6 +163,14 @@ def _check_expert_count(architecture: DecoderSizes, job: Job) -> Iterator[Fault]
         yield Fault(_ep_path(job), ep_size, rule, f"use {nearest_divisors(ep_size, of=num_experts)}")
 
 
+def _check_whole_graph(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
+    """Of every model, whatever the technique."""
+    num_experts = getattr(architecture, "num_experts", 0)
+    if job.compile.fullgraph and num_experts:
+        rule = f"must be false for a model with experts (num_experts = {num_experts}), whose dispatch breaks the graph"
+        yield Fault("compile.fullgraph", True, rule, "set compile.fullgraph: false")
+
+
 def _ep_path(job: Job) -> str:
     return "dist_config.ep_size" if job.dist_config.name == "fsdpturbo" else "accelerator.ep_size"
 
@@ -280,4 +288,5 @@ def find_legality_faults(
     for rule in RULES:
         if rule.technique in in_use and rule.technique not in unsupported:
             faults.extend(rule.find_faults(architecture, job))
+    faults.extend(_check_whole_graph(architecture, job))
     return faults

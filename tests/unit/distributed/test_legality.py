@@ -152,3 +152,12 @@ def test_a_shared_expert_that_tensor_parallel_ranks_cannot_share_is_refused() ->
     (fault,) = expert_faults("accelerator.tp_size=4", sizes)
     assert (fault.path, fault.fix) == ("accelerator.tp_size", "use 3 or 6")
     assert expert_faults("accelerator.tp_size=2", sizes) == []
+
+
+def test_whole_graph_is_refused_for_a_model_with_experts_only() -> None:
+    words = ["compile.enabled=true", "compile.fullgraph=true"]
+    assert faults_of(*words) == []
+    sparse = resolve_architecture("qwen3_moe", "debug", {})
+    (fault,) = find_legality_faults(sparse, read_job(None, words).job, family="qwen3_moe", unsupported={})
+    assert (fault.path, fault.fix) == ("compile.fullgraph", "set compile.fullgraph: false")
+    assert "a model with experts (num_experts = " in fault.rule
