@@ -21,6 +21,7 @@ from torchtrain.distributed.fsdpturbo.legality import find_plugin_faults
 from torchtrain.distributed.legality import find_legality_faults
 from torchtrain.distributed.topology import Topology, find_topology_faults
 from torchtrain.errors import ConfigError, Fault, TorchtrainError
+from torchtrain.kernels.plugins import find_kernel_faults
 from torchtrain.runtime.env import LaunchEnv, read_launch_env
 
 _USAGE = """\
@@ -118,6 +119,7 @@ def check_job(argv: Sequence[str], world_size: int) -> CheckedJob:
         find_unavailable(job),
         find_topology_faults(job, world_size),
         find_job_faults(job),
+        find_kernel_faults(job.kernel_config, job.accelerator.device),
         architecture_faults,
     )
     if path is None:

@@ -25,12 +25,7 @@ class Unavailable:
     """The values that work."""
 
 
-NOT_YET = (
-    Unavailable("task.name", "supervised fine-tuning", lambda name: name == "pretrain", "pretrain"),
-    Unavailable("kernel_config.name", "kernel plugins", lambda names: names.strip() == "auto", "auto"),
-    Unavailable("kernel_config.include_kernels", "kernel plugins", lambda names: names is None, "null"),
-    Unavailable("kernel_config.chunk_size", "the gated delta rule", lambda size: size == 64, "64"),
-)
+NOT_YET = (Unavailable("task.name", "supervised fine-tuning", lambda name: name == "pretrain", "pretrain"),)
 
 
 def find_unavailable(job: Job) -> list[Fault]:

@@ -10,11 +10,12 @@ from torchtrain.config.section import Section
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig(Section):
-    """Kernel plugins."""
+    """Kernel plugins. What was chosen is logged and stands in ``<output_dir>/kernels.json``."""
 
     name: str = "auto"
-    """Comma-separated plugins."""
+    """Comma-separated: ``auto`` (what torch ships, picked per device), ``flash-linear-attention``, ``liger-kernel``. A
+    named plugin must be installed and able."""
     include_kernels: str | None = None
-    """Comma-separated ops to install; null is all of the plugin's."""
+    """Comma-separated ops to take from the named plugins; null is all of theirs."""
     chunk_size: Literal[16, 32, 64] = 64
     """Chunk of the gated delta rule, in tokens."""

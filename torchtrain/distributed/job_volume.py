@@ -100,6 +100,7 @@ def plan_job_volume(
     """
     decoder = cast(Decoder, model)
     attention = decoder.blocks()[0].self_attn
+    assert attention is not None, "layers without attention have no formula"
     hidden_size, vocab_size = _embedding_size(decoder)
     part = _take_part(job, topology, decoder, rank, tensor_parallel_table)
     dtypes = _resolve_dtypes(job, topology)

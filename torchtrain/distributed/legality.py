@@ -146,6 +146,13 @@ def _check_ulysses_heads(architecture: DecoderSizes, job: Job) -> Iterator[Fault
     )
 
 
+def _check_ulysses_delta_net_heads(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
+    cp_size, heads = job.accelerator.cp_size, getattr(architecture, "linear_num_key_heads", None)
+    if heads is not None and heads % cp_size:
+        rule = f"must divide linear_num_key_heads = {heads} with accelerator.cp_mode: ulysses"
+        yield Fault("accelerator.cp_size", cp_size, rule, f"use {nearest_divisors(cp_size, of=heads)}")
+
+
 _LENGTH = "seq_len is a multiple of cp_size, with sequence_parallel of cp_size x tp_size"
 
 
@@ -228,6 +235,11 @@ RULES: tuple[Rule, ...] = (
         "context parallel, ulysses",
         "cp_size divides num_attention_heads / tp_size, and num_key_value_heads / tp_size unless those are fewer",
         _check_ulysses_heads,
+    ),
+    Rule(
+        "context parallel, ulysses",
+        "cp_size divides linear_num_key_heads, where there are gated delta nets",
+        _check_ulysses_delta_net_heads,
     ),
     Rule("context parallel, allgather", _LENGTH, _check_context_parallel_length),
     Rule(

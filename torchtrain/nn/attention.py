@@ -69,6 +69,9 @@ class AttentionConfig:
     attention_bias: bool = False
     qk_norm_eps: float | None = None
     """Normalise each query and key head before rotation; ``None`` leaves them as they are."""
+    qk_norm: type[RMSNorm] = RMSNorm
+    has_output_gate: bool = False
+    """Multiply each head's output by a sigmoid of the input; ``q_proj`` holds each head's gate after its query."""
 
 
 class Attention(nn.Module):
@@ -76,7 +79,7 @@ class Attention(nn.Module):
 
     Source: Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints";
         norms of queries and keys: Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters", section
-        2.
+        2; output gate: Qiu et al. 2025, "Gated Attention for Large Language Models".
 
     Attributes:
         core: The ``AttentionCore`` in use; replace it to install another.
@@ -88,23 +91,31 @@ class Attention(nn.Module):
         self.core = core
         query_size = config.num_attention_heads * config.head_dim
         key_value_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.has_output_gate = config.has_output_gate
+        width = 2 * query_size if config.has_output_gate else query_size
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
         self.q_norm, self.k_norm = None, None
         if config.qk_norm_eps is not None:
-            self.q_norm = RMSNorm(config.head_dim, config.qk_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.qk_norm_eps)
+            self.q_norm = config.qk_norm(config.head_dim, config.qk_norm_eps)
+            self.k_norm = config.qk_norm(config.head_dim, config.qk_norm_eps)
 
     def forward(self, x_BTD: Tensor, rope: RotaryTable, mask: Tensor | None) -> Tensor:
         """Return ``out_BTD``."""
         # Head counts are read off the projections' outputs, which may be one rank's share of the heads.
         heads = (-1, self.head_dim)
-        q_BTNH = self.q_proj(x_BTD).unflatten(-1, heads)
+        q_BTNH, gate_BTNH = self.q_proj(x_BTD), None
+        if self.has_output_gate:
+            q_BTNH, gate_BTNH = q_BTNH.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        else:
+            q_BTNH = q_BTNH.unflatten(-1, heads)
         k_BTKH = self.k_proj(x_BTD).unflatten(-1, heads)
         v_BTKH = self.v_proj(x_BTD).unflatten(-1, heads)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         out_BTNH = self.core(rope.rotate(q_BTNH), rope.rotate(k_BTKH), v_BTKH, mask)
+        if gate_BTNH is not None:
+            out_BTNH = out_BTNH * gate_BTNH.sigmoid()
         return self.o_proj(torch.flatten(out_BTNH, start_dim=-2))

@@ -78,7 +78,8 @@ class Decoder(nn.Module):
 
         Args:
             inputs: ``input_ids_BT`` int64, or on a stage without embedding the residual stream ``x_BTD``.
-            positions_BT: int64 position of each token in its document; ``None`` counts along the row.
+            positions_BT: int64 position of each token in its document; ``None`` counts along the row. A family with
+                several position axes takes ``positions_ABT`` too: see ``build_rotary_table``.
             document_ids_BT: Integer ids, equal inside a document; ``None`` where a row is one document. Under context
                 parallel those of the whole row.
             labels_BT: int64, already shifted.
@@ -92,9 +93,9 @@ class Decoder(nn.Module):
             if positions_BT is None:
                 positions_BT = torch.arange(inputs.shape[1], device=inputs.device)[None]
             rope = build_rotary_table(positions_BT, self.rope)
-            mask = blocks[0].self_attn.core.build_mask(document_ids_BT)
+            masks = _build_masks(blocks, document_ids_BT)
             for block in blocks:
-                x_BTD = block(x_BTD, rope, mask)
+                x_BTD = block(x_BTD, rope, masks[type(block.mixer.core)])
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
         if self.lm_head is None:
@@ -108,3 +109,11 @@ class Decoder(nn.Module):
     def blocks(self) -> list[DecoderBlock]:
         """List this stage's blocks in execution order."""
         return [cast(DecoderBlock, block) for block in self.layers.values()]
+
+
+def _build_masks(blocks: Iterable[DecoderBlock], document_ids_BT: Tensor | None) -> dict[type, Tensor | None]:
+    """Build what keeps documents apart once for each class of core, from document ids alone."""
+    if document_ids_BT is not None and document_ids_BT.ndim != 2:
+        raise ValueError(f"document ids are one number a token, not of shape {tuple(document_ids_BT.shape)}")
+    cores = {type(block.mixer.core): block.mixer.core for block in blocks}
+    return {kind: core.build_mask(document_ids_BT) for kind, core in cores.items()}

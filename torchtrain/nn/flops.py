@@ -28,3 +28,13 @@ def training_flops_per_token(
     causal_share = 0.5
     attention = 12 * num_layers * num_attention_heads * head_dim * seq_len * causal_share
     return 6 * num_matmul_parameters + attention
+
+
+def delta_rule_flops_per_token(*, num_layers: int, num_heads: int, key_head_dim: int, value_head_dim: int) -> float:
+    """Count what gated delta nets add to ``training_flops_per_token``, by the recurrent form.
+
+    ``18 * num_layers * num_heads * key_head_dim * value_head_dim``: a token reads the state for its key, writes it and
+    reads it for its query, 2 FLOPs each per entry of the state, times 3 for backward. Chunks compute more and are
+    faster; as with recomputation, that counts for nothing. Nor do decays and convolutions.
+    """
+    return 18 * num_layers * num_heads * key_head_dim * value_head_dim

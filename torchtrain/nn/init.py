@@ -35,7 +35,15 @@ class Constant:
     value: float
 
 
-InitRule = Normal | Constant
+@dataclass(frozen=True)
+class LogUniform:
+    """The logarithms of independent draws between two bounds, all equally likely."""
+
+    low: float
+    high: float
+
+
+InitRule = Normal | Constant | LogUniform
 
 
 def decoder_init_rule(fqn: str, *, initializer_range: float, num_hidden_layers: int) -> InitRule:
@@ -93,7 +101,10 @@ def draw_rows(rule: InitRule, *, seed: int, fqn: str, shape: tuple[int, ...], st
     return rows
 
 
-def _draw_block(rule: Normal, *, seed: int, shape: tuple[int, ...]) -> Tensor:
+def _draw_block(rule: Normal | LogUniform, *, seed: int, shape: tuple[int, ...]) -> Tensor:
     # Always a whole block, also past the parameter's last row: what precedes a value in its stream never varies.
     generator = np.random.Generator(np.random.PCG64(seed))
+    if isinstance(rule, LogUniform):
+        uniform = torch.from_numpy(generator.random(shape, dtype=np.float32))
+        return uniform.mul_(rule.high - rule.low).add_(rule.low).log_()
     return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32)).mul_(rule.std)

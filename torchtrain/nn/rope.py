@@ -2,7 +2,8 @@
 
 There is no buffer: nothing to save, to shard or to materialise, and positions may restart with every document.
 
-Shape legend: B = batch, T = tokens, N = heads, H = head dim, F = H / 2 frequencies.
+Shape legend: B = batch, T = tokens, N = heads, H = head dim, R = rotated values of a head, F = R / 2 frequencies,
+A = position axes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,15 @@ class RopeConfig:
     head_dim: int
     theta: float
     scaling: Llama3Scaling | None = None
+    partial_rotary_factor: float = 1.0
+    """Share of a head that is rotated, its first values; the rest carries no position."""
+    mrope_section: tuple[int, ...] | None = None
+    """Where a token has positions on several axes: how many frequencies turn by each. ``None``: there is one axis."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Values of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
 
 class RotaryTable:
@@ -53,33 +63,58 @@ class RotaryTable:
     def rotate(self, x_BTNH: Tensor) -> Tensor:
         """Rotate every head by its token's angles.
 
-        Pairs are (i, i + H/2), as in Hugging Face's checkpoints; Meta's own pair neighbours and permute q and k rows.
+        Pairs are (i, i + R/2), as in Hugging Face's checkpoints; Meta's own pair neighbours and permute q and k rows.
 
         Source: Su et al. 2021, "RoFormer", equation 34.
 
         Numerics:
             In fp32, rounded to the input's dtype at the end.
         """
+        rotary_dim = 2 * self.cos_BT1F.shape[-1]
+        if x_BTNH.shape[-1] > rotary_dim:
+            x_BTNR, rest = x_BTNH.split([rotary_dim, x_BTNH.shape[-1] - rotary_dim], dim=-1)
+            return torch.cat((self.rotate(x_BTNR), rest), dim=-1)
         first_BTNF, second_BTNF = x_BTNH.float().chunk(2, dim=-1)
         turned_first_BTNF = first_BTNF * self.cos_BT1F - second_BTNF * self.sin_BT1F
         turned_second_BTNF = second_BTNF * self.cos_BT1F + first_BTNF * self.sin_BT1F
         return torch.cat((turned_first_BTNF, turned_second_BTNF), dim=-1).to(x_BTNH.dtype)
 
 
-def build_rotary_table(positions_BT: Tensor, config: RopeConfig) -> RotaryTable:
+def build_rotary_table(positions: Tensor, config: RopeConfig) -> RotaryTable:
     """Compute the table for one batch.
 
     Args:
-        positions_BT: int64 positions, each counted from the start of its document.
+        positions: int64 ``positions_BT``, each counted from the start of its document; or ``positions_ABT`` of several
+            axes, for a model with ``mrope_section``. They end here: nothing else is told from them.
         config: The angles.
+
+    Raises:
+        ValueError: There are as many axes as the model has no sections for.
     """
-    frequencies_F = _inverse_frequencies(config, positions_BT.device)
-    angles_BT1F = positions_BT[:, :, None, None].float() * frequencies_F
+    frequencies_F = _inverse_frequencies(config, positions.device)
+    if positions.ndim == 2:
+        angles_BT1F = positions[:, :, None, None].float() * frequencies_F
+    else:
+        axes_F = _axis_of_frequency(config, positions).to(positions.device)
+        angles_BT1F = positions[axes_F].movedim(0, -1)[:, :, None].float() * frequencies_F
     return RotaryTable(angles_BT1F.cos(), angles_BT1F.sin())
 
 
+def _axis_of_frequency(config: RopeConfig, positions_ABT: Tensor) -> Tensor:
+    """Say by which axis each frequency turns: they take turns until their sections are used up, the first has the rest.
+
+    Source: Qwen Team 2025, "Qwen3-VL Technical Report", interleaved MRoPE.
+    """
+    sections = config.mrope_section or ()
+    if positions_ABT.ndim != 3 or positions_ABT.shape[0] != len(sections):
+        raise ValueError(f"positions of shape {tuple(positions_ABT.shape)} do not fit the sections {sections}")
+    turn = len(sections)
+    axes = [f % turn if f < turn * sections[f % turn] else 0 for f in range(config.rotary_dim // 2)]
+    return torch.tensor(axes)
+
+
 def _inverse_frequencies(config: RopeConfig, device: torch.device) -> Tensor:
-    exponents_F = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    exponents_F = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device=device) / config.rotary_dim
     frequencies_F = 1.0 / config.theta**exponents_F
     return frequencies_F if config.scaling is None else _scale_llama3(frequencies_F, config.scaling)
 

@@ -48,8 +48,7 @@ def resolve_device(name: str, local_rank: int) -> torch.device:
     Raises:
         ConfigError: The device is not there, or the node has fewer accelerators than ranks.
     """
-    found = _find_accelerator()
-    kind = (found or "cpu") if name == "auto" else name
+    found, kind = _find_accelerator(), device_kind(name)
     if kind == "cpu":
         return torch.device("cpu")
     if kind != found:
@@ -63,6 +62,11 @@ def resolve_device(name: str, local_rank: int) -> torch.device:
     device = torch.device(kind, local_rank)
     torch.get_device_module(device).set_device(device)
     return device
+
+
+def device_kind(name: str) -> str:
+    """Say what type of device ``accelerator.device`` means here, present or not."""
+    return (_find_accelerator() or "cpu") if name == "auto" else name
 
 
 def count_accelerators() -> int:

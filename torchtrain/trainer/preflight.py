@@ -23,13 +23,16 @@ from torchtrain.errors import ConfigError, Fault, TorchtrainError
 from torchtrain.hugging_face.model_config import ConfigComparison, compare_config, find_export_faults
 from torchtrain.model_spec import ModelSpec
 from torchtrain.optim.build import check_optimizer
+from torchtrain.runtime.device import device_kind
+from torchtrain.trainer.kernels import plan_job_kernels
 
 
 def refuse_what_the_model_rules_out(job: Job, spec: ModelSpec, architecture: Any) -> None:
     """Hold the keys that speak of parameters to the model, on the meta device; the same outcome on every rank.
 
     Raises:
-        ConfigError: All faults of ``optimizer`` and of ``fsdp_config.replicate_params``, whatever the topology.
+        ConfigError: All faults of ``optimizer``, ``fsdp_config.replicate_params`` and ``kernel_config``, whatever the
+            topology.
     """
     with torch.device("meta"):
         model = spec.build(architecture)
@@ -37,6 +40,7 @@ def refuse_what_the_model_rules_out(job: Job, spec: ModelSpec, architecture: Any
     for check in (
         partial(check_optimizer, model, job.optimizer, trusted_targets=job.trusted_targets),
         partial(resolve_replicate_params, model, job.fsdp_config.replicate_params),
+        partial(plan_job_kernels, model, job, device=device_kind(job.accelerator.device)),
     ):
         try:
             check()

@@ -19,6 +19,7 @@ from torchtrain.distributed.materialize import initialize_parameters, materializ
 from torchtrain.distributed.meshes import Meshes
 from torchtrain.model_spec import ModelSpec
 from torchtrain.runtime.logging import get_logger
+from torchtrain.trainer.kernels import install_kernels
 
 logger = get_logger(__name__)
 
@@ -68,6 +69,7 @@ def build_model(run: Run) -> RankModel:
     with torch.device("meta" if model_config.init_on_meta else run.device):
         model = run.spec.build(run.architecture)
     model = model.to(DTYPES[model_config.init_dtype])
+    install_kernels(model, run.job, device=run.device.type, folder=run.output_dir if run.is_main else None)
     names = read_model_names(model)
     chunks = run.spec.parallelize(model, run.job, run.meshes)
     if is_offloaded:

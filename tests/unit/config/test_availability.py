@@ -7,9 +7,6 @@ from torchtrain.config.load import read_job
 
 ASKS = [
     "task.name=sft",
-    "kernel_config.name=auto, flash-linear-attention",
-    "kernel_config.include_kernels=chunk_gated_delta_rule",
-    "kernel_config.chunk_size=32",
 ]
 
 

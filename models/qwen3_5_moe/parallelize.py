@@ -1,0 +1,18 @@
+"""What the techniques make of a Qwen3.5 with experts; in what order stands in ``torchtrain.parallelize``."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from models.qwen3_5_moe.architecture import FSDPTURBO
+from torchtrain.config.job import Job
+from torchtrain.distributed.meshes import Meshes
+from torchtrain.parallelize import parallelize_decoder
+
+
+def parallelize_qwen3_5_moe(model: nn.Module, job: Job, meshes: Meshes) -> tuple[nn.Module, ...]:
+    """Apply every technique that the job asks for; returns what is called, in the order of the pipeline.
+
+    There is no table for tensor parallelism, which ``UNSUPPORTED`` refuses.
+    """
+    return parallelize_decoder(model, job, meshes, tensor_parallel_table={}, fsdpturbo_model=FSDPTURBO)

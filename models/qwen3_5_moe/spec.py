@@ -1,0 +1,17 @@
+"""The record through which the trainer knows the text side of Qwen3.5 with experts."""
+
+from __future__ import annotations
+
+from models.qwen3_5_moe.hugging_face import HUGGING_FACE
+from models.qwen3_5_moe.model import build_qwen3_5_moe, flops_per_token, init_rule
+from models.qwen3_5_moe.parallelize import parallelize_qwen3_5_moe
+from torchtrain.model_spec import ModelSpec
+
+SPEC = ModelSpec(
+    name="qwen3_5_moe",
+    build=build_qwen3_5_moe,
+    parallelize=parallelize_qwen3_5_moe,
+    init_rule=init_rule,
+    flops_per_token=flops_per_token,
+    hugging_face=HUGGING_FACE,
+)
