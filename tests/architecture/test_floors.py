@@ -10,7 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# For each contract of pyproject.toml, an import that breaks it: the file, and the lines planted at its end.
+# For each contract of pyproject.toml, an import that breaks it: the file, and the lines planted at its end. One more for
+# the order of techniques, which is above the techniques and below everything that knows a run.
 PLANTED = {
     "Imports run down only": ("torchtrain/nn/rope.py", "def sly() -> None:\n    from torchtrain.data import batch\n"),
     "Only the composition root knows the model zoo": (
@@ -21,6 +22,11 @@ PLANTED = {
     "Families and the oracle are strangers": ("models/llama/model.py", "import models.reference.dense\n"),
     "The oracle shares no code with the accused": ("models/reference/dense.py", "import torchtrain.errors\n"),
     "A job is checked without torch": ("torchtrain/config/section.py", "def sly() -> None:\n    import torch\n"),
+}
+
+PLANTED_IN_ORDER = {
+    "torchtrain.parallelize is not allowed to import torchtrain.model_spec": "import torchtrain.model_spec\n",
+    "torchtrain.parallelize is not allowed to import torchtrain.trainer": "import torchtrain.trainer.run\n",
 }
 
 
@@ -41,8 +47,12 @@ def test_every_contract_notices_a_planted_import(tmp_path: Path) -> None:
     for path, lines in PLANTED.values():
         with (tmp_path / path).open("a") as file:
             file.write(f"\n{lines}")
+    with (tmp_path / "torchtrain" / "parallelize.py").open("a") as file:
+        file.write("\n" + "".join(PLANTED_IN_ORDER.values()))
     verdict = lint_imports(tmp_path)
     assert verdict.returncode != 0
+    for complaint in PLANTED_IN_ORDER:
+        assert complaint in verdict.stdout
     for contract in PLANTED:
         assert f"{contract} BROKEN" in verdict.stdout
 

@@ -27,6 +27,7 @@ WORLD_SIZES = {
     "debug_muon.yaml": (1, 2, 4, 8, 16),
     "debug_4ranks.yaml": (4,),
     "debug_cp2.yaml": (2,),
+    "debug_ep4.yaml": (4,),
     "debug_pp2.yaml": (2, 4, 8, 16),
     "debug_tp2.yaml": (4, 8),
     "1b_fsdp.yaml": (8,),
