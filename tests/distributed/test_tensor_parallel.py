@@ -100,6 +100,18 @@ def test_loss_parallel_sends_no_logits(sequence: tuple[str, ...]) -> None:
     assert min(run_ranks(largest_collective, 2, *sequence)) >= NUM_TOKENS * VOCABULARY // 2
 
 
+def losses_with_an_unknown_label() -> Tensor:
+    _, rank_model = build(GROUPED, TP, SP, LP)
+    batch = make_global_batch(0, 2, 16)
+    batch.labels_BT[1, 3] = VOCABULARY
+    return PretrainTask().token_losses(rank_model.module, batch).detach()
+
+
+def test_label_outside_of_the_vocabulary_makes_its_own_loss_no_number_on_every_rank() -> None:
+    for losses_BT in run_ranks(losses_with_an_unknown_label, 2):
+        assert losses_BT.isnan().nonzero().tolist() == [[1, 3]]
+
+
 def optimizer_meshes(*overrides: str) -> list[list[int]]:
     run, rank_model = build(GROUPED, SHARD_2, TP, SP, "optimizer.fused=true", *overrides)
     optimizer = build_optimizer(rank_model.module, run.job.optimizer, device=run.device)
@@ -119,7 +131,9 @@ def test_no_optimizer_group_mixes_meshes_and_fused_kernels_step_them() -> None:
 def next_token_logits(*overrides: str) -> Tensor:
     run, rank_model = build(GROUPED, *overrides)
     precision = ComputePrecision(run.job.fsdp_config.mix_precision, run.device, has_fsdp_domain=False)
-    loop = build_forward_backward(run.job, rank_model, task=PretrainTask(), meshes=run.meshes, precision=precision)
+    loop = build_forward_backward(
+        run.job, rank_model, task=PretrainTask(), meshes=run.meshes, precision=precision, vocab_size=VOCABULARY
+    )
     return loop.next_token_logits([5, 17, 3])
 
 

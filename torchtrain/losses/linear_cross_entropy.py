@@ -9,8 +9,10 @@ of it that is here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -30,6 +32,8 @@ class VocabularyShard:
 
     start: int
     """The first class."""
+    vocab_size: int | None = None
+    """Classes on all ranks; None: those that are here are all."""
     reduce_max: Callable[[Tensor], Tensor] = _keep
     """The maximum over ranks, element by element, in a new tensor."""
     reduce_sum: Callable[[Tensor], Tensor] = _keep
@@ -64,6 +68,7 @@ def linear_token_losses(
         x_BTD: Any float dtype, the whole of it on every rank that holds a shard.
         weight_VD: The classes that are here, in the dtype of ``x_BTD``.
         labels_BT: int64, already shifted, counted in the whole vocabulary; ``IGNORE_INDEX`` where nothing is learned.
+            The loss of any other label outside of the vocabulary is not a number, which costs no host sync to find.
         chunk_size: Tokens whose logits exist at a time; backward computes them again. ``None`` computes all at once and
             keeps them for backward, which costs one matrix product less.
         shard: Which classes ``weight_VD`` holds.
@@ -106,7 +111,9 @@ class _LinearTokenLosses(torch.autograd.Function):
         ctx.chunk_size, ctx.shard = chunk_size, shard
         kept = (logits.buffer_CV, highest_N) if chunk_size is None else (None, None)
         ctx.save_for_backward(x_ND, weight_VD, labels_N, log_total_N, *kept)
-        return torch.where(labels_N == IGNORE_INDEX, 0.0, log_total_N - target_N)
+        is_unknown_N = (labels_N < 0) | (labels_N >= (shard.vocab_size or weight_VD.shape[0]))
+        losses_N = (log_total_N - target_N).masked_fill_(is_unknown_N, math.nan)
+        return losses_N.masked_fill_(labels_N == IGNORE_INDEX, 0.0)
 
     @staticmethod
     @once_differentiable
@@ -128,7 +135,7 @@ class _LinearTokenLosses(torch.autograd.Function):
                 d_CV = torch.mul(exponentials_NV, scale_N[:, None], out=logits.buffer_CV)
             column_C, is_here_C = _locate(labels_N[rows], weight_VD.shape[0], ctx.shard)
             d_CV.scatter_add_(1, column_C[:, None], -is_here_C[:, None].to(d_CV.dtype))
-            d_CV = d_CV.mul_(upstream_N[rows, None]).to(weight_VD.dtype)
+            d_CV = logits.round(d_CV.mul_(upstream_N[rows, None]))
             if grad_x_ND is not None:
                 torch.mm(d_CV, weight_VD, out=grad_x_ND[rows])
             if grad_weight_VD is not None:
@@ -149,9 +156,13 @@ class _LogitsBuffer:
         self._x_ND, self._weight_VD = x_ND, weight_VD
         num_tokens = x_ND.shape[0]
         self._size = min(chunk_size or num_tokens, num_tokens)
-        shape = (self._size, weight_VD.shape[0])
-        self.buffer_CV = x_ND.new_empty(shape, dtype=_accurate(x_ND.dtype))
-        self._rounded_CV = self.buffer_CV if x_ND.dtype == self.buffer_CV.dtype else x_ND.new_empty(shape)
+        self.buffer_CV = x_ND.new_empty((self._size, weight_VD.shape[0]), dtype=_accurate(x_ND.dtype))
+
+    @cached_property
+    def _rounded_CV(self) -> Tensor:
+        """Memory for what is in the dtype of the inputs, which is the buffer itself where that is accurate."""
+        buffer_CV = self.buffer_CV
+        return buffer_CV if self._x_ND.dtype == buffer_CV.dtype else self._x_ND.new_empty(buffer_CV.shape)
 
     def chunks(self) -> Iterator[slice]:
         num_tokens = self._x_ND.shape[0]
@@ -163,6 +174,12 @@ class _LogitsBuffer:
         logits_CV = self.buffer_CV[:num_rows]
         rounded_CV = torch.mm(self._x_ND[rows], self._weight_VD.T, out=self._rounded_CV[:num_rows])
         return logits_CV if rounded_CV.dtype == logits_CV.dtype else logits_CV.copy_(rounded_CV)
+
+    def round(self, values_CV: Tensor) -> Tensor:
+        """Bring what was made of the logits into the dtype of the inputs; the logits may be lost."""
+        if values_CV.dtype == self._x_ND.dtype:
+            return values_CV
+        return self._rounded_CV[: values_CV.shape[0]].copy_(values_CV)
 
 
 def _locate(labels_C: Tensor, num_classes: int, shard: VocabularyShard) -> tuple[Tensor, Tensor]:

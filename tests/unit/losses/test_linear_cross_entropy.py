@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrain.losses.cross_entropy import IGNORE_INDEX, LogitsLoss
-from torchtrain.losses.linear_cross_entropy import ChunkedLoss, VocabularyShard, linear_token_losses
+from torchtrain.losses.linear_cross_entropy import (
+    WHOLE_VOCABULARY,
+    ChunkedLoss,
+    VocabularyShard,
+    linear_token_losses,
+)
 from torchtrain.testing.compare import relative_error
 from torchtrain.testing.tolerances import BF16_TENSOR, FP32_SCALAR, MODEL_GRADIENT
 
@@ -95,6 +100,15 @@ def test_a_batch_without_any_label_gives_zeros():
 
 
 @CHUNK_SIZES
+@pytest.mark.parametrize("shard", [WHOLE_VOCABULARY, VocabularyShard(start=5, vocab_size=5 + CLASSES)])
+def test_label_outside_of_the_vocabulary_makes_its_own_loss_no_number(chunk_size, shard):
+    x, head, labels, _ = make_problem()
+    labels[0, 0], labels[1, 2] = shard.vocab_size or CLASSES, -1
+    losses = linear_token_losses(x, head.weight, labels, chunk_size=chunk_size, shard=shard)
+    assert losses.isnan().nonzero().tolist() == [[0, 0], [1, 2]]
+
+
+@CHUNK_SIZES
 def test_huge_logits_stay_finite(chunk_size):
     x, head, labels, upstream = make_problem(torch.float32, scale=1e4)
     losses = linear_token_losses(x, head.weight, labels, chunk_size=chunk_size)
@@ -115,7 +129,7 @@ def test_shards_of_the_vocabulary_add_up_to_the_whole(chunk_size):
     for start, stop in boundaries:
         totals = torch.stack([(head(x).detach().flatten(0, 1) - top[:, None]).exp().sum(-1), torch.zeros(14)])
         totals[1] = head(x).detach().flatten(0, 1).gather(1, labels.flatten().clamp(min=0)[:, None])[:, 0]
-        shard = VocabularyShard(start, lambda _: top, lambda _, totals=totals: totals)
+        shard = VocabularyShard(start, CLASSES, lambda _: top, lambda _, totals=totals: totals)
         part = head.weight[start:stop].detach().requires_grad_()
         losses = linear_token_losses(x, part, labels, chunk_size=chunk_size, shard=shard)
         torch.testing.assert_close(losses, whole)
@@ -147,17 +161,19 @@ def test_autocast_computes_logits_in_its_dtype():
 
 
 class LargestResult(TorchDispatchMode):
-    """Sees every operator; remembers the most elements that any of their results has."""
+    """Sees every operator; remembers their results' memory, and the most elements that any of them has."""
 
     def __init__(self) -> None:
         super().__init__()
         self.numel = 0
+        self.storages: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.numel = max(self.numel, tensor.numel())
+                self.storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return result
 
 
@@ -172,3 +188,16 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits():
             loss(x, head, labels).sum().backward()
         largest[name] = mode.numel
     assert largest == {"chunked": chunk * classes, "plain": tokens * classes}
+
+
+@pytest.mark.parametrize("chunk_size", [None, 64, 16])
+def test_backward_makes_one_buffer_in_each_precision(chunk_size):
+    tokens, hidden, classes = 64, 2, 100
+    x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(classes, hidden, dtype=torch.bfloat16, requires_grad=True)
+    losses = linear_token_losses(x, weight, torch.randint(classes, (1, tokens)), chunk_size=chunk_size)
+    with LargestResult() as mode:
+        losses.sum().backward()
+    logits = (chunk_size or tokens) * classes
+    made = sorted(storage.nbytes() for storage in mode.storages.values() if storage.nbytes() >= 2 * logits)
+    assert made == [2 * logits, 4 * logits]

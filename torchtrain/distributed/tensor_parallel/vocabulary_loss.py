@@ -46,7 +46,7 @@ class VocabParallelLoss:
             # Each rank's gradient is what its classes contribute.
             .to_local(grad_placements=(Partial(),))
         )
-        shard = VocabularyShard(local_slices(weight)[0].start, self._maximum, self._sum)
+        shard = VocabularyShard(local_slices(weight)[0].start, weight.shape[0], self._maximum, self._sum)
         return linear_token_losses(whole_BTD, weight.to_local(), labels_BT, chunk_size=self._chunk_size, shard=shard)
 
     def _maximum(self, values: Tensor) -> Tensor:
