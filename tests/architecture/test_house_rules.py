@@ -34,6 +34,7 @@ PRIVATE_TORCH = {
     "torchtrain/distributed/fsdp2/param_group_internals.py": "split or flat parameter groups for comm fusion",
     "torchtrain/distributed/fsdp2/hidden_hooks.py": "the stack of dispatch modes",
     "torchtrain/distributed/fsdp2/main_grad.py": "fp32 gradients of low-precision parameters",
+    "torchtrain/distributed/fsdp2/unreduced_gradients.py": "sums of gradients that wait for their reduction",
     "torchtrain/distributed/gradient_norm.py": "norm and scaling of many tensors in one call",
     "torchtrain/optim/main_params.py": "copy of many tensors in one call",
     "torchtrain/runtime/device.py": "memory snapshots",

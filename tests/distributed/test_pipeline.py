@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,10 +20,14 @@ from tests.parity.harness import MODEL, build_train_step, make_global_batch, spl
 from tests.parity.test_pipeline import MODEL as FIVE_LAYERS
 from tests.parity.test_pipeline import ONE_BY_ONE, PP_2
 from torchtrain.config.load import load_job
+from torchtrain.config.parallel import PpSchedule
+from torchtrain.data.tokenizer import BytesTokenizer
 from torchtrain.distributed.comm_trace import CommTrace
 from torchtrain.distributed.comm_volume import plan_comm_volume
 from torchtrain.distributed.fsdp2.manager import FSDP2Manager
 from torchtrain.distributed.meshes import build_meshes
+from torchtrain.distributed.pipeline_parallel import schedule
+from torchtrain.distributed.pipeline_parallel.stage_plan import SPLIT_BACKWARD, num_stages, rank_of_stage
 from torchtrain.distributed.pipeline_volume import plan_pipeline_volume
 from torchtrain.distributed.topology import Topology
 from torchtrain.errors import NonFiniteError
@@ -32,10 +36,11 @@ from torchtrain.tasks.pretrain import PretrainTask
 from torchtrain.testing.compare import relative_error
 from torchtrain.testing.ranks import run_ranks
 from torchtrain.testing.tolerances import EXACT, FP32_SCALAR, FP32_TENSOR
+from torchtrain.trainer.evaluation import evaluate
 from torchtrain.trainer.forward_backward import build_forward_backward
-from torchtrain.trainer.losses_by_source import LossSums
 from torchtrain.trainer.precision import ComputePrecision
 from torchtrain.trainer.run import Run, build_model
+from torchtrain.trainer.sampling import sample
 
 SHARD_2 = "fsdp_config.dp_shard_size=2"
 
@@ -87,18 +92,37 @@ def train_and_look(overrides: Sequence[str], *, looks: bool) -> tuple[list[float
     precision = ComputePrecision(
         parts.job.fsdp_config.mix_precision, parts.meshes.device, has_fsdp_domain=parts.topology.has_fsdp_domain
     )
-    loop = build_forward_backward(parts.job, parts.model, task=PretrainTask(), meshes=parts.meshes, precision=precision)
+    loop = build_forward_backward(
+        parts.job,
+        parts.model,
+        task=PretrainTask(),
+        meshes=parts.meshes,
+        precision=precision,
+        vocab_size=parts.architecture.vocab_size,
+    )
     scalars, totals, logits = parts.train(1), [], torch.empty(0)
     if looks:
-        sums = LossSums(("made_up",), parts.meshes.device)
         batch = make_global_batch(7, 4, parts.job.training.seq_len)
-        (share,) = split_batch(batch, parts.meshes.dp_rank, parts.topology.dp_size, 4 // parts.topology.dp_size)
-        loop.evaluate(share, sums)
-        totals = sums.reduced(parts.meshes.loss_group).tolist()
+        shares = split_batch(batch, parts.meshes.dp_rank, parts.topology.dp_size, 4 // parts.topology.dp_size)
+        report = evaluate(1, parts.model.module, loop, shares, meshes=parts.meshes, source_names=("made_up",))
+        totals = [report.loss, float(report.tokens)]
         # A save may come next, and a stage that is not the whole model does not shard itself when asked for its state.
-        kinds = {type(parameter.data) for parameter in parts.model.module.parameters()}
-        assert kinds == {DTensor if parts.topology.has_fsdp_domain else Tensor}
+        expected = {DTensor if parts.topology.has_fsdp_domain else Tensor}
+        assert {type(parameter.data) for parameter in parts.model.module.parameters()} == expected
         logits = loop.next_token_logits([5, 17, 3, 40, 8])
+        sample(
+            parts.model.module,
+            loop,
+            BytesTokenizer(),
+            "ab",
+            add_bos=False,
+            num_tokens=2,
+            temperature=0.0,
+            max_context=8,
+            seed=0,
+            device=parts.meshes.device,
+        )
+        assert {type(parameter.data) for parameter in parts.model.module.parameters()} == expected
     return scalars + parts.train(2), totals, logits
 
 
@@ -108,8 +132,9 @@ def train_and_look(overrides: Sequence[str], *, looks: bool) -> tuple[list[float
         (2, ("accelerator.pp_schedule=1F1B",)),
         (2, ("accelerator.pp_schedule=DualPipeV",)),
         (4, (SHARD_2, "accelerator.pp_schedule=InterleavedZeroBubble")),
+        (2, (SHARD_2, "accelerator.pp_size=1", "fsdp_config.reshard_after_forward=false")),
     ],
-    ids=["row", "v", "loops_fsdp"],
+    ids=["row", "v", "loops_fsdp", "without_a_pipeline"],
 )
 def test_evaluation_and_samples_equal_one_rank_and_leave_training_alone(
     world_size: int, overrides: tuple[str, ...]
@@ -123,6 +148,50 @@ def test_evaluation_and_samples_equal_one_rank_and_leave_training_alone(
         assert relative_error(ours_logits, logits) <= FP32_TENSOR
     untouched = run_ranks(train_and_look, world_size, (PP_2, ONE_BY_ONE, *overrides), looks=False)
     assert looked[0][0] == untouched[0][0]
+
+
+OVERRIDDEN = (
+    "forward_maybe_with_nosync",
+    "forward_one_chunk",
+    "backward_one_chunk",
+    "backward_weight_one_chunk",
+    "perform_reduce_grad",
+)
+INPUTS_ONLY = "backward_one_chunk for inputs only"
+
+
+def count_entries(overrides: Sequence[str]) -> dict[str, dict[int, int]]:
+    """How often torch enters each method of a stage that we override, by stage, in one step."""
+    entries: dict[str, dict[int, int]] = {name: {} for name in (*OVERRIDDEN, INPUTS_ONLY)}
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
+            is_split = name == "backward_one_chunk" and not kwargs.get("full_backward", True)
+            for counter in (name, INPUTS_ONLY) if is_split else (name,):
+                entries[counter][self.stage_index] = entries[counter].get(self.stage_index, 0) + 1
+            return original(self, *args, **kwargs)
+
+        return enter
+
+    for name in OVERRIDDEN:
+        # Where torch calls it no more, ours is a method that nobody enters, under whatever name.
+        setattr(schedule._Stage, name, counted(name, vars(schedule._Stage)[name]))
+    Parts(PP_2, *overrides).train(1)
+    return entries
+
+
+@pytest.mark.parametrize("name", get_args(PpSchedule))
+def test_torch_enters_every_method_that_a_stage_overrides(name: PpSchedule) -> None:
+    """A name that torch gives up would silently take autocast, labels or the reduction with it."""
+    batch = "training.global_batch_size=4"
+    by_rank = run_ranks(count_entries, 2, (ONE_BY_ONE, batch, f"accelerator.pp_schedule={name}"))
+    for rank, entries in enumerate(by_rank):
+        mine = [stage for stage in range(num_stages(name, 2)) if rank_of_stage(name, 2, stage) == rank]
+        for method in ("forward_maybe_with_nosync", "forward_one_chunk", "backward_one_chunk"):
+            assert entries[method] == dict.fromkeys(mine, 4), method
+        assert entries["perform_reduce_grad"] == dict.fromkeys(mine, 1)
+        assert entries["backward_weight_one_chunk"] == entries[INPUTS_ONLY]
+        assert set(entries[INPUTS_ONLY]) == (set(mine) if name in SPLIT_BACKWARD else set())
 
 
 class SavedForBackward:

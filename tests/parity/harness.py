@@ -59,12 +59,16 @@ class Outcome:
 
 
 def run_topology(world_size: int, *overrides: str) -> Outcome:
-    """Train ``NUM_STEPS`` steps on real ranks; every rank must report the same scalars."""
+    """Train ``NUM_STEPS`` steps on real ranks, which must report the same scalars and not drift apart."""
     outcomes = run_ranks(train_on_this_rank, world_size, overrides)
     first = outcomes[0]
     for rank, outcome in enumerate(outcomes):
         assert outcome.losses == first.losses, f"rank {rank} reports another loss"
         assert outcome.norms == first.norms, f"rank {rank} reports another norm"
+    weights: dict[str, Tensor] = {}
+    for rank, outcome in enumerate(outcomes):
+        for fqn, weight in outcome.weights.items():
+            assert weights.setdefault(fqn, weight).equal(weight), f"rank {rank} has another {fqn}"
     return merge_stages(outcomes)
 
 
@@ -117,11 +121,14 @@ def build_train_step(
     if scaler is None and mix_precision.param_dtype == "float16":
         scaler = LossScaler()
     precision = ComputePrecision(mix_precision, meshes.device, has_fsdp_domain=meshes.topology.has_fsdp_domain)
+    vocab_size = resolve_architecture(job.model.name, job.model.preset, job.model.overrides).vocab_size
     return TrainStep(
         job,
         model=model.module,
         optimizer=optimizer,
-        forward_backward=build_forward_backward(job, model, task=PretrainTask(), meshes=meshes, precision=precision),
+        forward_backward=build_forward_backward(
+            job, model, task=PretrainTask(), meshes=meshes, precision=precision, vocab_size=vocab_size
+        ),
         meshes=meshes,
         scaler=scaler,
         source_names=("made_up",),

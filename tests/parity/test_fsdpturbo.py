@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from tests.parity.harness import Outcome, one_rank, train_on_this_rank
-from tests.parity.test_tensor_parallel import run_everywhere
+from tests.parity.harness import Outcome, one_rank, run_topology, train_on_this_rank
 from tests.parity.test_topologies import check
 from torchtrain import parallelize
 from torchtrain.distributed.fsdp2 import manager
@@ -60,7 +59,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_fsdpturbo_equals_one_rank(name: str) -> None:
     world_size, overrides = CASES[name]
-    check(run_everywhere(world_size, *MOE, *overrides), one_rank(*MOE, WHOLE_BATCH))
+    check(run_topology(world_size, *MOE, *overrides), one_rank(*MOE, WHOLE_BATCH))
 
 
 def both_implementations(overrides: tuple[str, ...]) -> tuple[Outcome, Outcome]:

@@ -7,14 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from tests.parity import harness
 from tests.parity.harness import Outcome, merge_stages, one_rank, run_topology, train_on_this_rank
 from tests.parity.test_topologies import SHARD_2, check
 from torchtrain.distributed.pipeline_parallel import schedule
+from torchtrain.distributed.pipeline_parallel.stage_plan import SPLIT_BACKWARD
 from torchtrain.testing.compare import relative_error
 from torchtrain.testing.ranks import run_ranks
-from torchtrain.testing.tolerances import BF16_SCALAR
+from torchtrain.testing.tolerances import BF16_SCALAR, EXACT
 from torchtrain.trainer import step
 
 PP_2 = "accelerator.pp_size=2"
@@ -97,6 +100,30 @@ def test_bf16_pipeline_follows_fp32(world_size: int, overrides: tuple[str, ...])
     for ours, theirs in zip(outcome.losses, reference().losses, strict=True):
         assert relative_error(ours, theirs) <= BF16_SCALAR
     assert all(math.isfinite(norm) for norm in outcome.norms)
+
+
+LOW = ("fsdp_config.mix_precision={param_dtype: bfloat16, reduce_dtype: float32}", "training.global_batch_size=16")
+
+
+def first_gradients(schedules: tuple[str, ...]) -> list[dict[str, Tensor]]:
+    """Of one step of eight micro-batches by each schedule, on the same ranks."""
+    harness.NUM_STEPS = 1
+    jobs = [(EVEN_MODEL, PP_2, SHARD_2, ONE_BY_ONE, *LOW, f"accelerator.pp_schedule={name}") for name in schedules]
+    return [train_on_this_rank(job).gradients[0] for job in jobs]
+
+
+def test_gradients_of_micro_batches_are_added_in_fp32_whatever_the_schedule() -> None:
+    """EXACT: bf16 gradients of the same micro-batches, added to the same fp32 sum in the same order."""
+    schedules = ("1F1B", *SPLIT_BACKWARD)
+    by_rank = run_ranks(first_gradients, 4, schedules)
+    plain, *split = [
+        {fqn: gradient for gradients in by_rank for fqn, gradient in gradients[index].items()}
+        for index in range(len(schedules))
+    ]
+    for name, gradients in zip(SPLIT_BACKWARD, split, strict=True):
+        assert gradients.keys() == plain.keys()
+        for fqn, gradient in gradients.items():
+            assert relative_error(gradient, plain[fqn]) <= EXACT, (name, fqn)
 
 
 def test_fp32_main_gradients_equal_one_rank() -> None:

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from tests.parity.harness import Outcome, one_rank, train_on_this_rank
+from tests.parity.harness import Outcome, one_rank, run_topology, train_on_this_rank
 from tests.parity.test_topologies import check
 from torchtrain import parallelize
 from torchtrain.distributed.tensor_parallel import vocabulary_loss
@@ -64,17 +64,6 @@ CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def run_everywhere(world_size: int, *overrides: str) -> Outcome:
-    """The outcome, once all ranks have the same one: replicas must not drift apart."""
-    outcomes = run_ranks(train_on_this_rank, world_size, overrides)
-    first = outcomes[0]
-    for rank, outcome in enumerate(outcomes):
-        assert (outcome.losses, outcome.norms) == (first.losses, first.norms), f"rank {rank} reports something else"
-        for fqn, weight in first.weights.items():
-            assert outcome.weights[fqn].equal(weight), f"rank {rank} has another {fqn}"
-    return first
-
-
 def with_batch(world_size: int, overrides: tuple[str, ...]) -> tuple[str, ...]:
     """Let one micro-batch be all sequences of a rank, unless a case says otherwise."""
     num_groups = world_size // (2 if TP in overrides else 1)
@@ -84,7 +73,7 @@ def with_batch(world_size: int, overrides: tuple[str, ...]) -> tuple[str, ...]:
 @pytest.mark.parametrize("name", CASES)
 def test_tensor_parallel_equals_one_rank(name: str) -> None:
     world_size, model, overrides = CASES[name]
-    outcome = run_everywhere(world_size, *model, *with_batch(world_size, overrides))
+    outcome = run_topology(world_size, *model, *with_batch(world_size, overrides))
     check(outcome, one_rank(*model, "training.micro_batch_size=8"))
 
 
@@ -98,7 +87,7 @@ MAIN = ("model.init_dtype=bfloat16", "optimizer.fp32_main_params=true", "fsdp_co
     ids=["fsdp2_tp2", "main_gradients", "autocast_main_gradients"],
 )
 def test_bf16_follows_fp32(world_size: int, overrides: tuple[str, ...]) -> None:
-    low = run_everywhere(world_size, GROUPED, *with_batch(world_size, overrides), *LOW_PRECISION)
+    low = run_topology(world_size, GROUPED, *with_batch(world_size, overrides), *LOW_PRECISION)
     full = one_rank(GROUPED, "training.micro_batch_size=8")
     for ours, theirs in zip(low.losses, full.losses, strict=True):
         assert relative_error(ours, theirs) <= BF16_SCALAR

@@ -121,7 +121,12 @@ def _execute(
     )
     scaler = LossScaler() if job.fsdp_config.mix_precision.param_dtype == "float16" else None
     forward_backward = build_forward_backward(
-        job, rank_model, task=PretrainTask(), meshes=run.meshes, precision=precision
+        job,
+        rank_model,
+        task=PretrainTask(),
+        meshes=run.meshes,
+        precision=precision,
+        vocab_size=run.architecture.vocab_size,
     )
     train_step = TrainStep(
         job,

@@ -32,6 +32,7 @@ def evaluate(
     model.eval()
     for batch in batches:
         forward_backward.evaluate(batch.to(meshes.device), sums)
+    forward_backward.end_forwards()
     model.train()
     totals = sums.reduced(meshes.loss_group).tolist()
     num_tokens = sums.num_tokens(totals)

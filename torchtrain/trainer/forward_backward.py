@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchtrain.config.fsdp import FSDP2Config
 from torchtrain.config.job import Job
 from torchtrain.data.batch import Batch
-from torchtrain.distributed.fsdp2.accumulation import set_micro_batch_policy
+from torchtrain.distributed.fsdp2.accumulation import reshard, set_micro_batch_policy
 from torchtrain.distributed.meshes import Meshes
 from torchtrain.tasks.pretrain import PretrainTask
 from torchtrain.trainer.losses_by_source import LossSums
@@ -48,6 +48,10 @@ class ForwardBackward(Protocol):
 
     def next_token_logits(self, ids: Sequence[int]) -> Tensor:
         """Compute ``logits_V`` of the token after ``ids``, on every rank."""
+        ...
+
+    def end_forwards(self) -> None:
+        """Free what forwards without backward leave in memory; after the last of a row of them."""
         ...
 
 
@@ -95,19 +99,31 @@ class MicroBatchLoop:
         prompt = self._shard.pad_prompt(ids, self._device)
         with self._precision.forward_context():
             logits_1TV = self._model(prompt.input_ids_1T, prompt.positions_1T)
-        logits_V = logits_1TV[0, prompt.last_index] * prompt.holds_last
+        logits_V = prompt.logits_after(logits_1TV)
         if self._shard.group is not None:
             dist.all_reduce(logits_V, group=self._shard.group)
         return logits_V
 
+    def end_forwards(self) -> None:
+        """Free full parameters; see ``ForwardBackward``."""
+        reshard(self._model)
+
 
 def build_forward_backward(
-    job: Job, model: RankModel, *, task: PretrainTask, meshes: Meshes, precision: ComputePrecision
+    job: Job,
+    model: RankModel,
+    *,
+    task: PretrainTask,
+    meshes: Meshes,
+    precision: ComputePrecision,
+    vocab_size: int,
 ) -> ForwardBackward:
-    """Build the way that the job's topology asks for."""
+    """Build the way that the job's topology asks for; ``vocab_size`` is the number of logits."""
     if meshes.pp_mesh is not None:
         shard = plan_sequence_shard(job, meshes)
-        return PipelineLoop(job, model.chunks, meshes=meshes, precision=precision, shard=shard)
+        return PipelineLoop(
+            job, model.chunks, task=task, meshes=meshes, precision=precision, shard=shard, vocab_size=vocab_size
+        )
     return MicroBatchLoop(
         model.module,
         task=task,

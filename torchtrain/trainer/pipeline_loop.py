@@ -17,12 +17,15 @@ from torch import Tensor, nn
 
 from torchtrain.config.job import Job
 from torchtrain.data.batch import Batch
+from torchtrain.distributed.fsdp2.accumulation import reshard
 from torchtrain.distributed.fsdp2.precision import DTYPES
+from torchtrain.distributed.fsdp2.unreduced_gradients import add_up_in_reduce_dtype
 from torchtrain.distributed.meshes import Meshes
 from torchtrain.distributed.pipeline_parallel.forward_pass import run_forward
 from torchtrain.distributed.pipeline_parallel.schedule import Boundary, PipelineSchedule, StageSet
 from torchtrain.distributed.pipeline_parallel.stage_plan import pp_micro_batch_size
 from torchtrain.nn.decoder import Decoder
+from torchtrain.tasks.pretrain import PretrainTask
 from torchtrain.trainer.losses_by_source import LossSums
 from torchtrain.trainer.precision import ComputePrecision
 from torchtrain.trainer.sequence_shard import SequenceShard
@@ -36,14 +39,18 @@ class PipelineLoop:
         job: Job,
         chunks: Sequence[nn.Module],
         *,
+        task: PretrainTask,
         meshes: Meshes,
         precision: ComputePrecision,
         shard: SequenceShard,
+        vocab_size: int,
     ) -> None:
         assert meshes.pp_group is not None, "a pipeline needs pp ranks"
         self._stages = StageSet(tuple(chunks), job.accelerator.pp_schedule, meshes.pp_group, device=meshes.device)
+        self._task = task
         self._precision = precision
         self._shard = shard
+        self._vocab_size = vocab_size
         self._micro_batch_size = pp_micro_batch_size(job)
         self._hidden_size = _hidden_size(chunks)
         self._dtype = _stream_dtype(job, precision, has_fsdp_domain=meshes.topology.has_fsdp_domain)
@@ -63,21 +70,22 @@ class PipelineLoop:
             ),
             loss_fn=self._loss,
             forward_context=precision.forward_context,
+            after_weight_gradients=add_up_in_reduce_dtype,
         )
 
     def train(self, micro_batches: Sequence[Batch], factor: float, sums: LossSums) -> None:
         """Run the schedule once; see ``ForwardBackward``."""
         whole = _join([self._shard.take(batch) for batch in micro_batches])
         self._loss.begin(factor)
-        self._schedule.run(whole.input_ids_BT, {"labels_BT": whole.labels_BT, **_positions(whole)})
+        arguments = self._task.arguments(whole)
+        self._schedule.run(arguments.pop("inputs"), arguments)
         if self._stages.has_last:
             sums.add(self._loss.losses_BT(whole.labels_BT), whole)
 
     def evaluate(self, batch: Batch, sums: LossSums) -> None:
         """Score one batch; see ``ForwardBackward``."""
         local = self._shard.take(batch)
-        arguments = {"inputs": local.input_ids_BT, "labels_BT": local.labels_BT, **_positions(local)}
-        losses = self._forward(arguments)
+        losses = self._forward(self._task.arguments(local))
         if self._stages.has_last:
             sums.add(torch.cat(losses), local)
 
@@ -86,16 +94,19 @@ class PipelineLoop:
         """Score one prompt; see ``ForwardBackward``."""
         prompt = self._shard.pad_prompt(ids, self._stages.device)
         outputs = self._forward({"inputs": prompt.input_ids_1T, "positions_BT": prompt.positions_1T})
-        source, device = self._stages.rank_of(self._stages.num_stages - 1), self._stages.device
-        vocab_size = torch.tensor([outputs[0].shape[-1] if outputs else 0], device=device)
-        dist.broadcast(vocab_size, group=self._stages.group, group_src=source)
-        logits_V = torch.empty(int(vocab_size), dtype=torch.float32, device=device)
+        source = self._stages.rank_of(self._stages.num_stages - 1)
+        logits_V = torch.empty(self._vocab_size, dtype=torch.float32, device=self._stages.device)
         if outputs:
-            logits_V = outputs[0][0, prompt.last_index].float() * prompt.holds_last
+            logits_V = prompt.logits_after(outputs[0]).float()
             if self._shard.group is not None:
                 dist.all_reduce(logits_V, group=self._shard.group)
         dist.broadcast(logits_V, group=self._stages.group, group_src=source)
         return logits_V
+
+    def end_forwards(self) -> None:
+        """Free full parameters; see ``ForwardBackward``."""
+        for chunk in self._stages.chunks:
+            reshard(chunk)
 
     def _forward(self, arguments: Mapping[str, Tensor]) -> list[Tensor]:
         num_sequences, num_tokens = arguments["inputs"].shape
@@ -149,12 +160,6 @@ def _join(batches: Sequence[Batch]) -> Batch:
         document_ids_BT=torch.cat([ids for ids in documents if ids is not None]) if documents[0] is not None else None,
         source_ids_B=torch.cat([batch.source_ids_B for batch in batches]),
     )
-
-
-def _positions(batch: Batch) -> dict[str, Tensor]:
-    """What every stage needs: positions for the rotary table, document ids for the mask."""
-    documents = {} if batch.document_ids_BT is None else {"document_ids_BT": batch.document_ids_BT}
-    return {"positions_BT": batch.positions_BT, **documents}
 
 
 def _hidden_size(chunks: Sequence[nn.Module]) -> int:

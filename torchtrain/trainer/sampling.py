@@ -45,6 +45,7 @@ def sample(
         if next_id == tokenizer.eos_id:
             break
         ids = [*ids, next_id]
+    forward_backward.end_forwards()
     model.train()
     return tokenizer.decode(ids[len(beginning) :])
 

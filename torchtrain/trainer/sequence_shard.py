@@ -1,6 +1,6 @@
 """Which tokens of its sequences this rank computes: all of them, or under context parallelism one share.
 
-Shape legend: B = batch, T = tokens of the whole sequence.
+Shape legend: B = batch, T = tokens of the whole sequence, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -27,6 +27,12 @@ class Prompt:
     last_index: int
     """Where the prompt's last token is in this share, 0 where it is not."""
     holds_last: bool
+
+    def logits_after(self, logits_1TV: Tensor) -> Tensor:
+        """Pick ``logits_V`` after the last token, zeros where another share holds it: a sum over shares is whole."""
+        logits_V = logits_1TV[0, self.last_index].contiguous()
+        # Not multiplied by 0, which an infinite logit of some other token would survive.
+        return logits_V if self.holds_last else torch.zeros_like(logits_V)
 
 
 @dataclass(frozen=True)

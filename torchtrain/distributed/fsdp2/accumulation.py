@@ -1,4 +1,4 @@
-"""What FSDP does between the micro-batches of one step. Called by the training loop, not by the manager."""
+"""What FSDP does between the micro-batches of one step, and after forwards alone. Called by the training loop."""
 
 from __future__ import annotations
 
@@ -21,3 +21,10 @@ def set_micro_batch_policy(model: nn.Module, config: FSDP2Config, *, is_last_mic
     model.set_requires_all_reduce(is_last_micro_batch)
     model.set_reshard_after_backward(is_last_micro_batch or config.reshard_after_backward)
     model.set_is_last_backward(is_last_micro_batch)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the full parameters that no backward will: the root's, and with ``reshard_after_forward`` off everyone's."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

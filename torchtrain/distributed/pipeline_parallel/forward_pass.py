@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
+from torchtrain.distributed.pipeline_parallel.forward_order import plan_forward
 from torchtrain.distributed.pipeline_parallel.schedule import ForwardContext, StageSet
 
 
@@ -40,32 +40,28 @@ def run_forward(
 
     Collective: the pipeline and, with FSDP, the ranks of each stage, with equally many micro-batches.
     """
-    handed_on: list[Tensor] = []
+    chunks = dict(zip(stages.indices, stages.chunks, strict=True))
+    here, last = stages.group.rank(), stages.num_stages - 1
+    streams: dict[tuple[int, int], Tensor] = {}
+    """What comes out of a stage for a micro-batch, until the next stage has it."""
     sends: list[tuple[dist.Work, Tensor]] = []
-    here = stages.group.rank()
-    for chunk, index in zip(stages.chunks, stages.indices, strict=True):
-        source = None if index == 0 else stages.rank_of(index - 1)
-        target = None if index == stages.num_stages - 1 else stages.rank_of(index + 1)
-        # From the last rank to the first only once nothing more is awaited here: that one may still be sending.
-        wraps_around = here == stages.pp_size - 1 and target == 0
-        outputs = []
-        for number, arguments in enumerate(micro_batches):
-            inputs = arguments["inputs"]
-            if source == here:
-                inputs = handed_on[number]
-            elif source is not None:
-                inputs = torch.empty(inputs.shape[0], num_tokens, hidden_size, dtype=dtype, device=stages.device)
-                _wait([dist.irecv(inputs, group=stages.group, group_src=source)])
+    actions = plan_forward(stages.schedule, pp_size=stages.pp_size, pp_rank=here, num_micro_batches=len(micro_batches))
+    for action in actions:
+        stage, number = action.stage, action.micro_batch
+        if action.kind == "receive":
+            shape = (micro_batches[number]["inputs"].shape[0], num_tokens, hidden_size)
+            x_BTD = torch.empty(shape, dtype=dtype, device=stages.device)
+            _wait([dist.irecv(x_BTD, group=stages.group, group_src=action.peer)])
+            streams[stage - 1, number] = x_BTD
+        elif action.kind == "compute":
+            arguments = micro_batches[number]
+            inputs = streams.pop((stage - 1, number)) if stage else arguments["inputs"]
             with forward_context():
-                outputs.append(chunk(**{**arguments, "inputs": inputs}))
-            if target not in (None, here) and not wraps_around:
-                sends.append(_send(outputs[-1], stages, target))
-        if wraps_around:
-            sends += [_send(output, stages, target) for output in outputs]
-        handed_on = outputs
+                streams[stage, number] = chunks[stage](**{**arguments, "inputs": inputs})
+        else:
+            sends.append(_send(streams.pop((stage, number)), stages, action.peer))
     _wait([work for work, _ in sends])
-    _reshard(stages)
-    return handed_on if stages.has_last else []
+    return [streams[last, number] for number in range(len(micro_batches))] if stages.has_last else []
 
 
 def _send(output: Tensor, stages: StageSet, target: int | None) -> tuple[dist.Work, Tensor]:
@@ -80,11 +76,3 @@ def _wait(works: Sequence[dist.Work | None]) -> None:
     for work in works:
         assert work is not None, "this rank is in the group"
         work.wait()
-
-
-def _reshard(stages: StageSet) -> None:
-    """Free the full parameters, which no backward will: with ``reshard_after_forward`` off they outlive a forward."""
-    for chunk in stages.chunks:
-        for module in chunk.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()

@@ -9,6 +9,7 @@
   parameters are gathered once a step: interleaved micro-batches would otherwise gather the same layers again for each.
   The price is memory: a stage's whole parameters, and its whole unreduced gradients, live through the step. Hence
   ``reshard_after_forward``, ``reshard_after_backward`` and ``requires_grad_sync`` have no effect here.
+- A split backward computes weight gradients outside of FSDP's hooks: ``after_weight_gradients`` does what those would.
 
 Shape legend: B = sequences of a micro-batch, T = tokens of this rank, D = hidden size.
 """
@@ -101,6 +102,7 @@ class PipelineSchedule:
         boundary: Boundary,
         loss_fn: Callable[[Tensor, Tensor], Tensor],
         forward_context: ForwardContext,
+        after_weight_gradients: Callable[[nn.Module], None],
     ) -> None:
         """Build torch's stages and schedule.
 
@@ -111,6 +113,7 @@ class PipelineSchedule:
             loss_fn: ``(losses_BT, rows_B)`` of one micro-batch to the scalar that backward starts from; called on the
                 last stage only.
             forward_context: Opened around each forward.
+            after_weight_gradients: Called with a stage whenever weight gradients of a micro-batch were computed apart.
 
         Collective: the pipeline.
         """
@@ -118,7 +121,7 @@ class PipelineSchedule:
         # NCCL wants all ranks of a group in its first call, and of the pipeline only neighbours talk to each other.
         dist.all_reduce(torch.zeros(1, device=stages.device), group=stages.group)
         live = [
-            _Stage(chunk, index, stages, boundary, forward_context)
+            _Stage(chunk, index, stages, boundary, forward_context, after_weight_gradients)
             for chunk, index in zip(stages.chunks, stages.indices, strict=True)
         ]
         schedule_class = get_schedule_class(stages.schedule)
@@ -152,9 +155,16 @@ class _Stage(PipelineStage):
     """torch's stage with declared boundaries, a context around its forward, and labels for whoever traces."""
 
     def __init__(
-        self, chunk: nn.Module, index: int, stages: StageSet, boundary: Boundary, forward_context: ForwardContext
+        self,
+        chunk: nn.Module,
+        index: int,
+        stages: StageSet,
+        boundary: Boundary,
+        forward_context: ForwardContext,
+        after_weight_gradients: Callable[[nn.Module], None],
     ) -> None:
         self._boundary = boundary
+        self._after_weight_gradients = after_weight_gradients
         self._forward_context = forward_context
         batch, tokens, _ = boundary.shape_BTD
         stream_BTD = torch.empty(boundary.shape_BTD, dtype=boundary.dtype, device="meta", requires_grad=True)
@@ -185,9 +195,10 @@ class _Stage(PipelineStage):
         with record_function(f"{BACKWARD_LABEL} {bwd_chunk_id}"):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with record_function(f"{BACKWARD_LABEL} {bwd_chunk_id}"):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            self._after_weight_gradients(self.submod)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         with record_function(BACKWARD_LABEL):
