@@ -105,6 +105,10 @@ def test_every_dispatcher_and_both_implementations_are_let_through(name: str) ->
         (["dist_config.fsdp_implementation=custom", "compile.enabled=true"], "compile.enabled"),
         (["dist_config.fsdp_implementation=custom", "fsdp_config.enable_offload=true"], "fsdp_config.enable_offload"),
         (
+            ["dist_config.fsdp_implementation=custom", "activation_checkpoint.mode=selective_op"],
+            "activation_checkpoint.mode",
+        ),
+        (
             ["dist_config.fsdp_ignored_modules=[norm]", "fsdp_config.mix_precision.param_dtype=bfloat16"],
             "fsdp_config.mix_precision.param_dtype",
         ),

@@ -54,6 +54,13 @@ def _find_custom_faults(job: Job) -> Iterator[Fault]:
         if is_on:
             rule = 'must be false with dist_config.fsdp_implementation "custom", whose hooks cannot do it'
             yield Fault(path, True, rule, "set it to false, or use dist_config.fsdp_implementation: native")
+    if job.activation_checkpoint.mode == "selective_op":
+        # It expects a recomputation to run the operators of the first forward, and the hooks gather in one of the two.
+        rule = (
+            'cannot be selective_op with dist_config.fsdp_implementation "custom", whose hooks gather inside of blocks'
+        )
+        fix = "use full or every_nth_block, or dist_config.fsdp_implementation: native"
+        yield Fault("activation_checkpoint.mode", "selective_op", rule, fix)
 
 
 def _find_ignored_faults(job: Job) -> Iterator[Fault]:
