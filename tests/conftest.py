@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from torchtrain.testing.ranks import preload
+
+preload("tests.parity.harness", "models.llama.spec", "models.qwen3.spec", "models.qwen3_moe.spec")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--random-jobs", type=int, default=25, help="legal jobs drawn and held against one rank")
