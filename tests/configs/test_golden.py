@@ -30,6 +30,7 @@ WORLD_SIZES = {
     "debug_ep4.yaml": (4,),
     "debug_pp2.yaml": (2, 4, 8, 16),
     "debug_tp2.yaml": (4, 8),
+    "smollm2_135m_finetune.yaml": (1, 2, 4),
     "1b_fsdp.yaml": (8,),
     "8b_hsdp.yaml": (32,),
     "70b_fsdp.yaml": (256,),

@@ -1,0 +1,90 @@
+"""From a run to Hugging Face's format and on to another run, and offline between a checkpoint and that format."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.convert_checkpoint import main as convert
+from tests.end_to_end.launch import losses, train
+from tests.hugging_face_models import load_model, stored_tensors
+from torchtrain.checkpoint import layout
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that exported its model."""
+    folder = tmp_path_factory.mktemp("finished")
+    codes, said = train(folder, "training.steps=8", "checkpoint.export_hf=true", world_size=2)
+    assert codes == [0, 0], said
+    assert str(folder / "run" / "hugging_face") in said
+    return folder
+
+
+def test_a_run_starts_from_what_another_exported_and_alike_from_a_checkpoint_made_of_it(
+    finished: Path, tmp_path: Path
+) -> None:
+    exported, job = finished / "run" / "hugging_face", finished / "run" / "job.yaml"
+    assert next(load_model(exported).parameters()).dtype == torch.float32
+    codes, said = train(tmp_path, f"model.hf_path={exported}")
+    assert codes == [0], said
+    assert "21 parameters loaded, 0 initialised, 0 unused" in said
+    assert losses(tmp_path)[0] < losses(finished)[0] - 0.5
+    made = tmp_path / "made" / "step_00000000"
+    assert convert(["from-hf", str(exported), str(made), "--job", str(job)]) == 0
+    (tmp_path / "again").mkdir()
+    codes, said = train(tmp_path / "again", f"checkpoint.resume={made}")
+    assert codes == [0], said
+    assert losses(tmp_path / "again") == losses(tmp_path)
+
+
+def test_offline_conversion_gives_what_the_run_exported_and_goes_back_bit_for_bit(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exported = finished / "run" / "hugging_face"
+    checkpoint = finished / "run" / "checkpoints" / "step_00000008"
+    assert convert(["to-hf", str(checkpoint), str(tmp_path / "hf")]) == 0
+    first, second = stored_tensors(exported), stored_tensors(tmp_path / "hf")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    back = tmp_path / "run" / "checkpoints" / "step_00000000"
+    job = finished / "run" / "job.yaml"
+    assert convert(["from-hf", str(tmp_path / "hf"), str(back), "--job", str(job)]) == 0
+    assert layout.find_damage(back) is None
+    shutil.copy(job, tmp_path / "run" / "job.yaml")
+    assert convert(["to-hf", str(back), str(tmp_path / "again"), "--dtype", "bfloat16", "--max-file-gb", "1e-5"]) == 0
+    again = stored_tensors(tmp_path / "again")
+    assert all(torch.equal(again[name], first[name].bfloat16()) for name in first)
+    assert convert(["from-hf", str(tmp_path / "hf"), str(tmp_path / "model"), "--job", str(job)]) == 2
+    assert "must be named as a checkpoint is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fault", "complaint"),
+    [
+        ("config", "model.overrides.rope_theta = 10000.0: must be 5.0, as in"),
+        ("truncated", "model.safetensors is cut short"),
+        ("missing", "there is no such file or folder"),
+    ],
+)
+def test_foreign_or_broken_weights_end_the_run_before_it_begins(
+    finished: Path, tmp_path: Path, fault: str, complaint: str
+) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(finished / "run" / "hugging_face", folder)
+    if fault == "config":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_theta": 5.0}}))
+    elif fault == "truncated":
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-4])
+    else:
+        shutil.rmtree(folder)
+    codes, said = train(tmp_path, f"model.hf_path={folder}")
+    assert codes == [2]
+    assert complaint in said
+    assert not (tmp_path / "run").exists()
