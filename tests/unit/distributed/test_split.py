@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from models.llama.model import build_llama
+from models.qwen3_moe.spec import SPEC as QWEN3_MOE
 from models.registry import resolve_architecture
 from torchtrain.config.fsdp import FSDP2Config
 from torchtrain.config.load import read_job
 from torchtrain.config.parallel import PpSchedule
 from torchtrain.distributed.fsdp2.units import plan_shards, plan_stage_shards
-from torchtrain.distributed.pipeline_parallel.split import split_into_stages
+from torchtrain.distributed.pipeline_parallel.split import measure_costs, split_into_stages
 from torchtrain.distributed.pipeline_parallel.stage_plan import PipelinePlan, StageCosts, plan_pipeline
 from torchtrain.distributed.topology import Topology
 from torchtrain.nn.decoder import Decoder
@@ -91,3 +92,13 @@ def test_a_stage_without_whole_parameters_knows_of_those_elsewhere() -> None:
     plan = plan_stage_shards(whole, first, config)
     assert not any(parameter.is_replicated for unit in plan.units for parameter in unit.parameters)
     assert plan.whole_on == ("dense",)
+
+
+def test_a_layer_with_experts_costs_the_experts_that_a_token_visits() -> None:
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "hidden_size": 32}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 100}
+    with torch.device("meta"):
+        model = QWEN3_MOE.build(resolve_architecture("qwen3_moe", "debug", sizes))
+    # Query, key, value and output projections, and two of the eight experts' three matrices.
+    layer = 32 * 8 * (2 + 1 + 1 + 2) + 2 * 3 * 32 * 16
+    assert measure_costs(model).head == pytest.approx(100 * 32 / layer, rel=1e-3)

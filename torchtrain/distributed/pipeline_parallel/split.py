@@ -13,6 +13,7 @@ from torch import nn
 
 from torchtrain.distributed.pipeline_parallel.stage_plan import PipelinePlan, PipelineStagePlan, StageCosts
 from torchtrain.nn.decoder import Decoder
+from torchtrain.nn.moe import MoE
 
 
 def split_into_stages(model: Decoder, plan: PipelinePlan, pp_rank: int) -> tuple[Decoder, ...]:
@@ -37,13 +38,25 @@ def measure_costs(model: Decoder) -> StageCosts:
     head, embedding = model.lm_head, model.embed_tokens
     assert head is not None, "costs are those of a whole model"
     assert embedding is not None, "costs are those of a whole model"
-    linears = [module for block in model.blocks() for module in block.modules() if isinstance(module, nn.Linear)]
     return StageCosts.of(
-        num_matmul_parameters=sum(linear.weight.numel() for linear in (*linears, head)),
+        num_matmul_parameters=head.weight.numel() + sum(_visited_parameters(block) for block in model.blocks()),
         num_layers=len(model.layers),
         vocab_size=embedding.weight.shape[0],
         hidden_size=embedding.weight.shape[1],
     )
+
+
+def _visited_parameters(block: nn.Module) -> int:
+    """Matmul parameters that one token is multiplied with: of routed experts, those that it visits."""
+    total = 0
+    for module in block.modules():
+        if isinstance(module, nn.Linear):
+            total += module.weight.numel()
+        elif isinstance(module, MoE):
+            config = module.router.config
+            experts = sum(parameter.numel() for parameter in module.experts.parameters())
+            total += experts * config.num_experts_per_tok // config.num_experts
+    return total
 
 
 def _cut(model: Decoder, stage: PipelineStagePlan) -> Decoder:
