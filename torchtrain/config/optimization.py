@@ -15,7 +15,8 @@ class OptimizerConfig(Section):
     """The optimizer and its parameter groups."""
 
     target: Annotated[str, Field(alias="_target_")] = "torch.optim.AdamW"
-    """Class under ``torchtrain.`` or ``torch.optim.``; others need the job's ``trusted_targets``."""
+    """``torchtrain.optim.muon.Muon`` or a class of ``torch.optim`` (not SparseAdam, LBFGS, Adafactor, Rprop, and not
+    its Muon); others need the job's ``trusted_targets``."""
     lr: float = 3e-4
     """Peak learning rate."""
     weight_decay: float = 0.1
@@ -27,7 +28,8 @@ class OptimizerConfig(Section):
     no_decay: tuple[str, ...] = ("*norm.weight", "*.bias")
     """Fqn patterns that get no weight decay."""
     fused: bool | None = None
-    """One kernel for the whole step; null where the device has it."""
+    """One kernel for the whole step; null where the device and the class have it, on sharded parameters AdamW and
+    Adam."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the class. ``torchtrain.optim.muon.Muon`` takes ``adamw_params``, fqn patterns of
     what AdamW steps (embeddings, heads, norms, biases unless told), ``adamw_lr`` (``lr`` unless told), ``momentum``,

@@ -7,13 +7,12 @@ faults, and a fault names the other keys it depends on by their full path.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torchtrain.config.job import Job
-from torchtrain.config.optimization import OptimizerConfig
+from torchtrain.config.optimizers import DOTTED_NAME, find_optimizer_faults, find_target_faults
 from torchtrain.config.schema import value_at
 from torchtrain.errors import Fault
 
@@ -78,9 +77,6 @@ _NOT_EMPTY = (
     "compile.backend",
     "kernel_config.name",
 )
-_DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_OWN_PREFIXES = ("torchtrain", "torch.optim")
-_OPTIMIZER_KEYS = {field.name for field in fields(OptimizerConfig)}
 
 
 def find_job_faults(job: Job) -> list[Fault]:
@@ -210,44 +206,16 @@ def _check_main_grad(job: Job) -> Iterator[Fault]:
 
 
 def _check_optimizer(job: Job) -> Iterator[Fault]:
-    config = job.optimizer
-    for index, beta in enumerate(config.betas):
-        if not 0 <= beta < 1:
-            yield Fault(
-                f"optimizer.betas.{index}", beta, "must be at least 0 and below 1", "use for example 0.9 and 0.95"
-            )
-    yield from find_option_faults(config)
-
-
-def find_option_faults(config: OptimizerConfig) -> Iterator[Fault]:
-    """The options that are no extra ones: the section has a key for them, or they are not the user's to give."""
-    for name, value in config.options.items():
-        if name in _OPTIMIZER_KEYS or name == "params":
-            fix = "remove it" if name == "params" else f"set optimizer.{name}"
-            yield Fault(f"optimizer.options.{name}", value, "is not an extra option", fix)
+    yield from find_optimizer_faults(job.optimizer)
 
 
 def _check_targets(job: Job) -> Iterator[Fault]:
     for index, prefix in enumerate(job.trusted_targets):
-        if not _DOTTED_NAME.fullmatch(prefix.removesuffix(".")):
+        if not DOTTED_NAME.fullmatch(prefix.removesuffix(".")):
             yield Fault(
                 f"trusted_targets.{index}", prefix, "must be a dotted import prefix", "write for example my_optimizers"
             )
     yield from find_target_faults(job.optimizer.target, job.trusted_targets)
-
-
-def find_target_faults(target: str, trusted_targets: Sequence[str]) -> Iterator[Fault]:
-    """The fault of an ``optimizer._target_`` that may not be imported, if it has one."""
-    if not _DOTTED_NAME.fullmatch(target) or "." not in target:
-        yield Fault("optimizer._target_", target, "must be a dotted class name", "write for example torch.optim.AdamW")
-    elif not any(target.startswith(f"{prefix.removesuffix('.')}.") for prefix in (*_OWN_PREFIXES, *trusted_targets)):
-        package = target.rpartition(".")[0]
-        yield Fault(
-            "optimizer._target_",
-            target,
-            "must be a class under torchtrain., torch.optim. or one of trusted_targets",
-            f"use torch.optim.AdamW, or trust that code with trusted_targets: [{package}]",
-        )
 
 
 def _check_schedule(job: Job) -> Iterator[Fault]:

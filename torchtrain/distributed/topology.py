@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtrain.config.job import Job
+from torchtrain.config.optimizers import find_fused_faults
 from torchtrain.config.rules import find_size_faults, nearest_divisors, nearest_multiples
 from torchtrain.config.training import TrainingConfig
 from torchtrain.distributed.pipeline_parallel.stage_plan import (
@@ -301,6 +302,8 @@ def _find_domain_faults(job: Job, world_size: int) -> Iterator[Fault]:
             f"must be false with FSDP, whose hooks break the graph (FSDP domain {domain})",
             "set compile.fullgraph: false",
         )
+    if stage_size > 1:
+        yield from find_fused_faults(job.optimizer)
     yield from _find_batch_faults(job, dp_size=domain // accelerator.cp_size)
     yield from find_micro_batch_faults(job, dp_size=domain // accelerator.cp_size)
 

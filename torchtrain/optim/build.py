@@ -14,10 +14,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from torchtrain.config.nearest import did_you_mean, nearest_name
 from torchtrain.config.optimization import OptimizerConfig
-from torchtrain.config.rules import find_option_faults, find_target_faults
+from torchtrain.config.optimizers import (
+    find_fused_faults,
+    find_option_faults,
+    find_target_faults,
+    find_unusable_faults,
+    has_fused_step_on_shards,
+)
 from torchtrain.errors import ConfigError, Fault
 from torchtrain.optim.main_params import MainParamOptimizer
 from torchtrain.optim.muon import Muon
@@ -34,6 +41,8 @@ from torchtrain.runtime.device import has_fused_adamw
 
 # Fields that are keyword arguments where the class has them. So is ``fused``, but its null is resolved first.
 _ARGUMENT_FIELDS = ("lr", "weight_decay", "betas", "eps")
+# Options of torch's classes that exclude the fused kernel.
+_RIVALS_OF_FUSED = ("foreach", "differentiable")
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(OptimizerConfig)}
 
 
@@ -61,8 +70,9 @@ def build_optimizer(
     """
     optimizer_class = resolve_optimizer_class(config.target, trusted_targets)
     names = _argument_names(optimizer_class)
-    arguments, faults = _choose_arguments(config, names, device)
     trainable = names_of_trainable(model)
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in trainable)
+    arguments, faults = _choose_arguments(config, names, device, is_sharded=is_sharded)
     # The defaults are for all families, and need not match in each.
     own_patterns = [pattern for pattern in config.no_decay if pattern not in _DEFAULTS["no_decay"]]
     if not is_stage:
@@ -108,9 +118,10 @@ def resolve_optimizer_class(target: str, trusted_targets: Sequence[str] = ()) ->
     """Import the class that ``_target_`` names. Nothing is imported before its prefix is known to be trusted.
 
     Raises:
-        ConfigError: The prefix is not trusted, there is no such name, or it is not an optimizer class.
+        ConfigError: The prefix is not trusted, there is no such name, it is not an optimizer class, or one that cannot
+            train a sharded model.
     """
-    if faults := list(find_target_faults(target, trusted_targets)):
+    if faults := [*find_target_faults(target, trusted_targets), *find_unusable_faults(target)]:
         raise ConfigError(faults)
     module_name, _, class_name = target.rpartition(".")
     try:
@@ -141,7 +152,7 @@ def _argument_names(optimizer_class: type[torch.optim.Optimizer]) -> tuple[str, 
 
 
 def _choose_arguments(
-    config: OptimizerConfig, names: tuple[str, ...] | None, device: torch.device
+    config: OptimizerConfig, names: tuple[str, ...] | None, device: torch.device, *, is_sharded: bool
 ) -> tuple[dict[str, Any], list[Fault]]:
     arguments: dict[str, Any] = {}
     faults: list[Fault] = []
@@ -150,7 +161,9 @@ def _choose_arguments(
         if name == "fused" and value is None:
             if not (names and "fused" in names and config.target.startswith(("torch.optim.", "torchtrain."))):
                 continue
-            value = has_fused_adamw(device)
+            has_rival = any(config.options.get(rival) for rival in _RIVALS_OF_FUSED)
+            has_kernel = has_fused_adamw(device) and (not is_sharded or has_fused_step_on_shards(config.target))
+            value = has_kernel and not has_rival
         if names is None or name in names:
             arguments[name] = value
         elif value != _DEFAULTS[name]:
@@ -164,4 +177,6 @@ def _choose_arguments(
         elif name not in _DEFAULTS and name != "params":
             rule, fix = f"is not an argument of {config.target}", did_you_mean(name, names)
             faults.append(Fault(f"optimizer.options.{name}", value, rule, fix))
+    if is_sharded:
+        faults += find_fused_faults(config)
     return arguments, [*faults, *find_option_faults(config)]

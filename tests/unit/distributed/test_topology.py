@@ -210,6 +210,23 @@ def test_fullgraph_is_legal_without_an_fsdp_domain(world, sizes):
     assert find_topology_faults(job_of(**sizes, words=["compile.fullgraph=true"]), world) == []
 
 
+@pytest.mark.parametrize(
+    ("target", "world", "sizes", "is_refused"),
+    [
+        ("torch.optim.SGD", 2, {}, True),
+        ("torch.optim.Adagrad", 2, {"tp": 2}, True),
+        ("torch.optim.SGD", 2, {"pp": 2}, False),
+        ("torch.optim.SGD", 1, {}, False),
+        ("torch.optim.AdamW", 2, {}, False),
+        ("torchtrain.optim.muon.Muon", 2, {}, False),
+    ],
+)
+def test_a_fused_kernel_that_takes_no_shards_is_refused_where_there_are_some(target, world, sizes, is_refused):
+    job = job_of(**sizes, words=[f"optimizer._target_={target}", "optimizer.fused=true"])
+    faults = find_topology_faults(job, world)
+    assert [fault.path for fault in faults] == (["optimizer.fused"] if is_refused else [])
+
+
 def test_expert_size_under_fsdpturbo_is_the_plugins():
     job = job_of(batch=24, words=["dist_config={name: fsdpturbo, ep_size: 4}"])
     assert Topology.resolve(job, 8).ep_size == 4
