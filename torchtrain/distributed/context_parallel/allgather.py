@@ -1,7 +1,7 @@
 """Attention with gathered keys and values: each rank computes its own queries against the keys before them.
 
-One all-gather a layer forward and one reduce-scatter backward, each of keys and values together. Gathered keys and
-values live until backward unless the block is recomputed. Later ranks see more keys: they compute longest.
+One all-gather a layer forward and one reduce-scatter backward, each of keys and values together. Those that a rank sees
+live until backward unless the block is recomputed. Later ranks see more keys: they compute longest and keep most.
 
 Shape legend: B = batch, T = tokens of this rank, S = tokens of the whole sequence, E = tokens up to the end of this
 rank's, C = ranks of the cp axis, N = query heads, K = key/value heads, H = head dim.
@@ -25,6 +25,10 @@ class AllGatherCore:
         tail: Attends from local queries to the keys up to theirs.
         layout: This rank's share, contiguous.
         group: Ranks of the cp axis.
+
+    Numerics:
+        The gradients that ranks find for a key or value are summed in the dtype in which they travel, the compute
+        dtype; ``RingCore`` sums them in fp32.
     """
 
     def __init__(self, tail: TailAttention, layout: SequenceLayout, group: dist.ProcessGroup) -> None:
@@ -53,7 +57,8 @@ class AllGatherCore:
 
         Collective: the cp axis.
         """
-        end = q_BTNH.shape[1] * (self._layout.cp_rank + 1)
         kv_C2BTKH = gather(torch.stack((k_BTKH, v_BTKH)), self._group)
-        k_BEKH, v_BEKH = kv_C2BTKH.movedim(0, 2).flatten(2, 3)[:, :, :end].unbind(0)
+        # Cut before tokens are brought together, which copies: what comes later is neither copied nor kept.
+        seen_C2BTKH = kv_C2BTKH[: self._layout.cp_rank + 1]
+        k_BEKH, v_BEKH = seen_C2BTKH.movedim(0, 2).flatten(2, 3).unbind(0)
         return self._tail(q_BTNH, k_BEKH, v_BEKH, mask)

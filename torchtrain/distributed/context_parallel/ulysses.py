@@ -52,9 +52,9 @@ class UlyssesCore:
         if repeats > 1:
             # Rank i's share of the repeated heads then begins with the head that its first query head belongs to.
             k_BTKH, v_BTKH = (x.repeat_interleave(repeats, dim=2) for x in (k_BTKH, v_BTKH))
-        shares = [x.unflatten(2, (size, -1)) for x in (q_BTNH, k_BTKH, v_BTKH)]
-        qkv_BTCAH = torch.cat(shares, dim=3)
-        qkv_CBTAH = exchange(qkv_BTCAH.movedim(2, 0), self._group)
+        # Ranks come first before the pieces are joined: what is sent is then copied once.
+        shares = [x.unflatten(2, (size, -1)).movedim(2, 0) for x in (q_BTNH, k_BTKH, v_BTKH)]
+        qkv_CBTAH = exchange(torch.cat(shares, dim=3), self._group)
         qkv_BSAH = qkv_CBTAH.movedim(0, 1).flatten(1, 2)
         q_BSQH, k_BSLH, v_BSLH = qkv_BSAH.split([share.shape[3] for share in shares], dim=2)
         out_BSQH = self._inner(q_BSQH, k_BSLH, v_BSLH, mask)
