@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchtrain.config.parallel import CpMode
-from torchtrain.distributed.context_parallel import block_attention
+from torchtrain.distributed.context_parallel import apply, block_attention
 from torchtrain.distributed.context_parallel.apply import apply_context_parallel
 from torchtrain.distributed.context_parallel.sequence_layout import SequenceLayout, resolve_sequence_layout
 from torchtrain.distributed.context_parallel.tail_attention import TailAttention
@@ -150,11 +151,79 @@ def test_fused_kernel_equals_plain_products_also_in_rows_that_see_nothing(kind: 
     assert relative_error(fused.lse_BNT.exp(), plain.lse_BNT.exp()) <= FP32_TENSOR
     # Merged with other keys, so that the log-denominator is not the block's own.
     other = block_attention.Partial(torch.randn(2, 6, 9, 5, generator=generator), torch.zeros(2, 6, 9))
-    merged = block_attention.merge(other, plain)
+    merging = block_attention.MergedAttention(other)
+    merging.add(plain)
+    merged = merging.partial
     ours = block_attention.differentiate_block(grad, q, k, v, merged, visible)
     theirs = block_attention.differentiate_block_plainly(grad, q, k, v, merged, visible)
     for actual, expected in zip(ours, theirs, strict=True):
         assert relative_error(actual, expected) <= FP32_TENSOR
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_are_added_in_one_place_and_left_as_they_are(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 2, 8, 4, generator=generator).to(dtype) for _ in range(3))
+    all_keys = block_attention.Visible(None, is_causal=False)
+    later = slice(4, None)
+    first, second, third = (
+        block_attention.attend_block_plainly(q[:, :, rows], k[:, :, keys], v[:, :, keys], all_keys)
+        for rows, keys in ((slice(None), slice(2)), (slice(None), slice(2, 5)), (later, slice(5, 8)))
+    )
+    originals = [tensor.clone() for part in (first, second, third) for tensor in (part.out_BNTH, part.lse_BNT)]
+    merging = block_attention.MergedAttention(first)
+    merging.add(second)
+    place = merging.partial.out_BNTH.data_ptr()
+    merging.add(third, later)
+    merged = merging.partial
+    assert merged.out_BNTH.data_ptr() == place
+    assert merged.out_BNTH.dtype == torch.float32
+    parts = [tensor for part in (first, second, third) for tensor in (part.out_BNTH, part.lse_BNT)]
+    assert all(part.equal(original) for part, original in zip(parts, originals, strict=True))
+    tolerance = FP32_TENSOR if dtype == torch.float32 else BF16_TENSOR
+    for rows, keys in ((slice(4), slice(5)), (later, slice(8))):
+        whole = block_attention.attend_block_plainly(q[:, :, rows], k[:, :, keys], v[:, :, keys], all_keys)
+        assert relative_error(merged.out_BNTH[:, :, rows], whole.out_BNTH) <= tolerance
+        assert relative_error(merged.lse_BNT[:, :, rows], whole.lse_BNT) <= FP32_TENSOR
+
+
+def differentiate_twice(mode: CpMode) -> str:
+    core, layout = install(mode)
+    tensors, documents = make_problem(Shape(4, 4))
+    q, k, v, _ = (layout.take(x).requires_grad_() for x in tensors)
+    out = core(q, k, v, core.build_mask(documents))
+    (grad_q,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    try:
+        grad_q.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_second_derivatives_are_refused(mode: CpMode) -> None:
+    for message in run_ranks(differentiate_twice, 2, mode):
+        assert "once_differentiable" in message
+
+
+def warnings_of_installing(device_type: str, mode: CpMode) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    apply.logger.addHandler(handler)
+    with torch.device("meta"):
+        attention = Attention(AttentionConfig(8, 2, 1, 4), SDPACore())
+    apply_context_parallel(attention, mode, init_device_mesh(device_type, (dist.get_world_size(),)))
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("device_type", "mode", "is_warned"), [("meta", "ring", True), ("meta", "ulysses", False), ("cpu", "ring", False)]
+)
+def test_ring_off_the_cpu_is_warned_of_once(device_type: str, mode: CpMode, is_warned: bool) -> None:
+    for messages in run_ranks(warnings_of_installing, 1, device_type, mode):
+        assert len(messages) == is_warned
+        assert all("no fused attention kernel on meta" in message for message in messages)
 
 
 @pytest.mark.parametrize("is_head_tail", [False, True])

@@ -14,6 +14,9 @@ from torchtrain.distributed.context_parallel.ulysses import UlyssesCore
 from torchtrain.distributed.context_parallel.ulysses_delta_net import UlyssesDeltaNetCore
 from torchtrain.nn.attention import Attention, AttentionCore
 from torchtrain.nn.gated_delta_net import GatedDeltaNet
+from torchtrain.runtime.logging import get_logger
+
+logger = get_logger(__name__)
 
 
 def apply_context_parallel(model: nn.Module, mode: CpMode, cp_mesh: DeviceMesh) -> nn.Module:
@@ -51,4 +54,10 @@ def _build_core(mode: CpMode, cp_mesh: DeviceMesh) -> AttentionCore:
         return UlyssesCore(tail, group)
     if mode == "allgather":
         return AllGatherCore(tail, layout, group)
+    if cp_mesh.device_type != "cpu":
+        logger.warning(
+            "cp_mode ring has no fused attention kernel on %s: it computes scores in fp32, a few rows at a time; "
+            "ulysses and allgather use the device's kernels",
+            cp_mesh.device_type,
+        )
     return RingCore(layout, group)

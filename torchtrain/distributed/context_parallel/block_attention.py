@@ -32,6 +32,36 @@ class Partial:
     lse_BNT: Tensor
 
 
+class MergedAttention:
+    """Attention to a growing set of keys, kept in one fp32 output and one log-denominator, to which parts are added.
+
+    Args:
+        first: Of every row it must see at least one key. It is left as it is: selective recomputation keeps the
+            kernel's result.
+
+    Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", section 3.1.
+    """
+
+    def __init__(self, first: Partial) -> None:
+        self._merged, self._is_own = first, False
+
+    @property
+    def partial(self) -> Partial:
+        """What has been added up; in fp32 unless it is the first part alone."""
+        return self._merged
+
+    def add(self, part: Partial, rows: slice = slice(None)) -> None:
+        """Add what some of the query rows find in keys that are new to them."""
+        if not self._is_own:
+            first, self._is_own = self._merged, True
+            self._merged = Partial(first.out_BNTH.to(torch.float32, copy=True), first.lse_BNT.clone())
+        out_BNRH, lse_BNR = self._merged.out_BNTH[:, :, rows], self._merged.lse_BNT[:, :, rows]
+        both_BNR = torch.logaddexp(lse_BNR, part.lse_BNT)
+        out_BNRH.mul_((lse_BNR - both_BNR).exp_()[..., None])
+        out_BNRH.addcmul_(part.out_BNTH, (part.lse_BNT - both_BNR).exp_()[..., None])
+        lse_BNR.copy_(both_BNR)
+
+
 @dataclass(frozen=True)
 class Visible:
     """Which of a block's keys its queries see.
@@ -113,19 +143,6 @@ def differentiate_block(
     return differentiate_block_plainly(grad_BNTH, q_BNTH, k_BKEH, v_BKEH, merged, visible)
 
 
-def merge(first: Partial, second: Partial) -> Partial:
-    """Combine attention to two disjoint sets of keys; of each row at least one must be seen in ``first``.
-
-    Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", section 3.1.
-
-    Numerics:
-        In fp32, and so is the result.
-    """
-    lse_BNT = torch.logaddexp(first.lse_BNT, second.lse_BNT)
-    first_BNT1, second_BNT1 = ((part.lse_BNT - lse_BNT).exp()[..., None] for part in (first, second))
-    return Partial(first.out_BNTH.float() * first_BNT1 + second.out_BNTH.float() * second_BNT1, lse_BNT)
-
-
 def attend_block_plainly(q_BNTH: Tensor, k_BKEH: Tensor, v_BKEH: Tensor, visible: Visible) -> Partial:
     """Do what ``attend_block`` does by matrix products, on any device."""
     outs, lses = [], []
@@ -195,4 +212,5 @@ def _finite(lse: Tensor) -> Tensor:
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+    allowed, forbidden = torch.tensor((0.0, -math.inf), dtype=dtype, device=mask.device)
+    return torch.where(mask, allowed, forbidden)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -39,7 +40,8 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
         return _all_to_all(grads[0], ctx.group), None
 
 
@@ -52,7 +54,8 @@ class _Gather(torch.autograd.Function):
         return gathered
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
         (grad,) = grads
         mine = grad.new_empty(grad.shape[1:])
         dist.reduce_scatter_single(mine.flatten(), grad.contiguous().flatten(), group=ctx.group)

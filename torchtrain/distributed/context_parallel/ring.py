@@ -25,13 +25,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from torchtrain.distributed.context_parallel.block_attention import (
+    MergedAttention,
     Partial,
     Visible,
     attend_block,
     differentiate_block,
-    merge,
     resolve_visible,
 )
 from torchtrain.distributed.context_parallel.sequence_layout import SequenceLayout
@@ -43,6 +44,9 @@ class RingCore:
     Args:
         layout: This rank's share, head-tail.
         group: Ranks of the cp axis.
+
+    Numerics:
+        Outputs of blocks and gradients are summed in fp32; gradients of keys and values also travel in it.
     """
 
     def __init__(self, layout: SequenceLayout, group: dist.ProcessGroup) -> None:
@@ -137,7 +141,7 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, document_ids_CBT: Tensor | None, ring: Ring
     ) -> Tensor:
         kv_2BKTH = torch.stack((k_BKTH, v_BKTH))
-        merged: Partial | None = None
+        merging: MergedAttention | None = None
         passing: Passing | None = None
         for hop in range(ring.size):
             if passing is not None:
@@ -146,15 +150,22 @@ class _RingAttention(torch.autograd.Function):
             block = _plan_block((ring.rank - hop) % ring.size, ring.rank, q_BNTH.shape[2], document_ids_CBT)
             k_BKEH, v_BKEH = kv_2BKTH[:, :, :, block.keys].unbind(0)
             part = attend_block(q_BNTH[:, :, block.queries], k_BKEH, v_BKEH, block.visible)
-            merged = part if merged is None else _merge_rows(merged, part, block.queries)
-        assert merged is not None
+            if merging is None:
+                merging = MergedAttention(part)
+            else:
+                merging.add(part, block.queries)
+        assert merging is not None
+        merged = merging.partial
         out_BNTH = merged.out_BNTH.to(q_BNTH.dtype)
         ctx.save_for_backward(q_BNTH, k_BKTH, v_BKTH, out_BNTH, merged.lse_BNT, document_ids_CBT)
         ctx.ring = ring
         return out_BNTH
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    @once_differentiable
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q_BNTH, k_BKTH, v_BKTH, out_BNTH, lse_BNT, document_ids_CBT = ctx.saved_tensors
         (grad_BNTH,), ring = grads, ctx.ring
         kv_2BKTH = torch.stack((k_BKTH, v_BKTH))
@@ -179,29 +190,22 @@ class _RingAttention(torch.autograd.Function):
             )
             grad_q_BNTH[:, :, rows] += grad_part_q
             if hop == 0:
-                own_2BKTH += torch.stack((grad_k, grad_v))
+                _add_grads_(own_2BKTH, block.keys, grad_k, grad_v)
                 continue
             # The gradients of a share follow it, one hop behind; the first rank after the owner begins with nothing.
             travelling_2BKTH = torch.zeros_like(own_2BKTH) if passing_grads is None else passing_grads.wait()
-            travelling_2BKTH[:, :, :, block.keys] += torch.stack((grad_k, grad_v))
+            _add_grads_(travelling_2BKTH, block.keys, grad_k, grad_v)
             passing_grads = ring.pass_on(travelling_2BKTH)
         whole_2BKTH = own_2BKTH if passing_grads is None else _bring_home(own_2BKTH, passing_grads)
         grad_k_BKTH, grad_v_BKTH = whole_2BKTH.to(k_BKTH.dtype).unbind(0)
         return grad_q_BNTH.to(q_BNTH.dtype), grad_k_BKTH, grad_v_BKTH, None, None
 
 
+def _add_grads_(grads_2BKTH: Tensor, keys: slice, grad_k_BKEH: Tensor, grad_v_BKEH: Tensor) -> None:
+    grads_2BKTH[0, :, :, keys] += grad_k_BKEH
+    grads_2BKTH[1, :, :, keys] += grad_v_BKEH
+
+
 def _bring_home(own_2BKTH: Tensor, passing: Passing) -> Tensor:
     """Add what the other ranks found for this rank's keys and values, which the last hop brings."""
-    return own_2BKTH + passing.wait()
-
-
-def _merge_rows(merged: Partial, part: Partial, rows: slice) -> Partial:
-    """Merge a part of all or the last query rows. Out of place: selective recomputation keeps the kernel's result."""
-    if part.out_BNTH.shape[2] == merged.out_BNTH.shape[2]:
-        return merge(merged, part)
-    of_rows = merge(Partial(merged.out_BNTH[:, :, rows], merged.lse_BNT[:, :, rows]), part)
-    unseen = slice(rows.start)
-    return Partial(
-        torch.cat((merged.out_BNTH[:, :, unseen].float(), of_rows.out_BNTH), dim=2),
-        torch.cat((merged.lse_BNT[:, :, unseen], of_rows.lse_BNT), dim=2),
-    )
+    return own_2BKTH.add_(passing.wait())

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 
 from torchtrain.distributed.context_parallel.block_attention import (
+    MergedAttention,
     Partial,
     Visible,
     attend_block,
     differentiate_block,
-    merge,
     resolve_visible,
 )
 from torchtrain.nn.attention import SDPACore
@@ -67,17 +68,22 @@ class TailAttention:
 class _TwoBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BNTH: Tensor, k_BKEH: Tensor, v_BKEH: Tensor, document_ids_BE: Tensor | None) -> Tensor:
-        merged: Partial | None = None
+        merging: MergedAttention | None = None
         for keys, visible in _blocks(q_BNTH, k_BKEH, document_ids_BE):
             part = attend_block(q_BNTH, k_BKEH[:, :, keys], v_BKEH[:, :, keys], visible)
-            merged = part if merged is None else merge(merged, part)
-        assert merged is not None
+            if merging is None:
+                merging = MergedAttention(part)
+            else:
+                merging.add(part)
+        assert merging is not None
+        merged = merging.partial
         out_BNTH = merged.out_BNTH.to(q_BNTH.dtype)
         ctx.save_for_backward(q_BNTH, k_BKEH, v_BKEH, out_BNTH, merged.lse_BNT, document_ids_BE)
         return out_BNTH
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyrefly: ignore[bad-override]
         q_BNTH, k_BKEH, v_BKEH, out_BNTH, lse_BNT, document_ids_BE = ctx.saved_tensors
         merged = Partial(out_BNTH, lse_BNT)
         grad_q_BNTH = torch.zeros_like(q_BNTH, dtype=torch.float32)
