@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -61,12 +62,22 @@ def apply_tensor_parallel(model: nn.Module, plan: TensorParallelPlan, tp_mesh: D
 
 
 def _wait(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """Wait for the collective that torch's style leaves under way, by copying its result.
+    """Wait for the collective that torch's style leaves under way, without copying what it brings.
 
     A block may be compiled, and torch 2.13 loses the gradient of an unfinished collective that enters a compiled
-    region: the embedding would learn nothing. Elsewhere the sum with the residual stream waits.
+    region: the embedding would learn nothing.
     """
-    return output.clone()
+    return _Wait.apply(output) if hasattr(output, "wait") else output
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Any) -> Tensor:
+        return output.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 def _torch_style(style: Style, stream: Placement) -> ParallelStyle:
