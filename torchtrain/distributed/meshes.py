@@ -1,6 +1,7 @@
 """The device meshes of this rank's pipeline stage, and the groups that reduce over them.
 
 Each is a slice of a mesh of the whole world whose first axis is pp: torch wants one root for all meshes of a DTensor.
+Each has such a mesh of its own, because its other axes cut a stage in its own way, and a mesh has one set of axes.
 Rank layout is decided in ``topology``; this file only turns it into ``DeviceMesh`` objects. Whoever needs a mesh
 selects one here and never builds its own.
 """
