@@ -112,6 +112,36 @@ def test_label_outside_of_the_vocabulary_makes_its_own_loss_no_number_on_every_r
         assert losses_BT.isnan().nonzero().tolist() == [[1, 3]]
 
 
+class NumberOfCopies(TorchDispatchMode):
+    """How often activations are cloned; the style of the embedding copies ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_copies = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # seen again as what it makes of it
+        self.num_copies += func is torch.ops.aten.clone.default and args[0].is_floating_point()
+        return func(*args, **(kwargs or {}))
+
+
+def embedding_results(*overrides: str) -> tuple[int, bool, bool]:
+    """Copies made, whether the result is a finished plain tensor, and whether it has a gradient."""
+    _, rank_model = build(GROUPED, TP, *overrides)
+    decoder = rank_model.module
+    assert isinstance(decoder, Decoder)
+    assert decoder.embed_tokens is not None
+    with NumberOfCopies() as mode:
+        output = decoder.embed_tokens(make_global_batch(0, 2, 16).input_ids_BT)
+    return mode.num_copies, type(output) is Tensor, output.requires_grad
+
+
+@pytest.mark.parametrize("sequence", [(), (SP,)], ids=["whole_stream", "sequence_parallel"])
+def test_embedding_is_waited_for_and_not_copied(sequence: tuple[str, ...]) -> None:
+    assert run_ranks(embedding_results, 2, *sequence) == [(0, True, True)] * 2
+
+
 def optimizer_meshes(*overrides: str) -> list[list[int]]:
     run, rank_model = build(GROUPED, SHARD_2, TP, SP, "optimizer.fused=true", *overrides)
     optimizer = build_optimizer(rank_model.module, run.job.optimizer, device=run.device)
