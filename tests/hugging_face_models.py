@@ -41,6 +41,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    "qwen3_5_moe": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+        },
+        "full_attention_interval": 3,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 10,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        # Less would blow up rounding: see tests/parity/test_qwen3_5_moe_oracles.py.
+        "rms_norm_eps": 1e-3,
+    },
 }
 
 
@@ -51,7 +71,8 @@ def family_of(kind: str) -> str:
 def save_model(kind: str, folder: Path, *, max_shard_size: str = "5GB", **changes: Any) -> nn.Module:
     """Draw a model as large as its gradients of logits are visible, and let Hugging Face save it."""
     torch.manual_seed(7)
-    config = AutoConfig.for_model(family_of(kind), **(SIZES | FAMILIES[kind] | changes))
+    model_type = load_spec(family_of(kind)).hugging_face.config.model_type
+    config = AutoConfig.for_model(model_type, **(SIZES | FAMILIES[kind] | changes))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

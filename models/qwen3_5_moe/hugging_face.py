@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torchtrain.hugging_face.checkpoint_format import HuggingFaceFormat
 from torchtrain.hugging_face.decoder_rows import DECODER_ROWS
 from torchtrain.hugging_face.model_config import ConfigFormat
@@ -26,18 +28,29 @@ ROWS = (
     *DECODER_ROWS,
     *(Renamed(f"{_OURS}.{name}", f"{_THEIRS}.{name}") for name in (*_DELTA_NET, *_SHARED)),
     Renamed(f"{_OURS}.mlp.router.weight", f"{_THEIRS}.mlp.gate.weight"),
-    # As published: the experts of a layer in one tensor, gate above up.
+    *(
+        Stacked(f"{_OURS}.mlp.experts.{name}", f"{_THEIRS}.mlp.experts.{{expert}}.{name}.weight")
+        for name in _PROJECTIONS
+    ),
+    # As Hugging Face keeps them in memory, and on disk where it is told to save them so: gate above up.
     Fused(
         (f"{_OURS}.mlp.experts.gate_proj", f"{_OURS}.mlp.experts.up_proj"),
         f"{_THEIRS}.mlp.experts.gate_up_proj",
         dim=1,
     ),
     Renamed(f"{_OURS}.mlp.experts.down_proj", f"{_THEIRS}.mlp.experts.down_proj"),
-    *(
-        Stacked(f"{_OURS}.mlp.experts.{name}", f"{_THEIRS}.mlp.experts.{{expert}}.{name}.weight")
-        for name in _PROJECTIONS
-    ),
 )
+
+
+def _name_every_layer(fields: dict[str, Any]) -> dict[str, Any]:
+    """Spell ``full_attention_interval`` out as ``layer_types``."""
+    interval, types = fields.get("full_attention_interval"), fields.get("layer_types")
+    if types is None and interval:
+        layers = range(1, fields["num_hidden_layers"] + 1)
+        types = ["linear_attention" if layer % interval else "full_attention" for layer in layers]
+    rest = {name: value for name, value in fields.items() if name != "full_attention_interval"}
+    return {**rest, "layer_types": types}
+
 
 HUGGING_FACE = HuggingFaceFormat(
     config=ConfigFormat(
@@ -63,6 +76,7 @@ HUGGING_FACE = HuggingFaceFormat(
             "router_aux_loss_scope": (),
             "router_z_loss_coef": (),
         },
+        resolve=_name_every_layer,
         training=("initializer_range", "max_position_embeddings", "router_aux_loss_coef"),
     ),
     weights=WeightMap(rows=ROWS),

@@ -31,6 +31,8 @@ ROUTES = [
     ("qwen3_moe", 4, EP_EDP),
     ("qwen3_moe", 4, EP_TP),
     ("qwen3_moe", 4, PP_FSDP),
+    ("qwen3_5_moe", 1, ()),
+    ("qwen3_5_moe", 4, EP_EDP),
 ]
 
 

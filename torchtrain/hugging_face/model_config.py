@@ -5,14 +5,20 @@ Compares and converts mappings; reading and writing the file stands in ``torchtr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchtrain.errors import Fault
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_ROPE_WORDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_ROPE_FIELDS = ("partial_rotary_factor", "mrope_section")
+"""What families that have them keep among the rotary settings, and what is no scaling."""
+_ROPE_WORDS = ("rope_type", "type", "rope_theta", "mrope_interleaved", *_ROPE_FIELDS)
+
+
+def _as_they_are(fields: dict[str, Any]) -> dict[str, Any]:
+    return fields
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,8 @@ class ConfigFormat:
     """Fields that Hugging Face lacks, with the values that it can express; empty where the forward does not ask."""
     training: Collection[str] = ()
     """Fields that are no part of the function: differences are told, not refused."""
+    resolve: Callable[[dict[str, Any]], dict[str, Any]] = _as_they_are
+    """Brings fields that say one thing in several ways into one of them, which is what is written."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +77,8 @@ def compare_config(
         return ConfigComparison((Fault("model.name", config_format.model_type, rule, "use that family's preset"),), ())
     faults = list(_find_foreign(config, config_format, where))
     notes = []
-    theirs = read_fields(config, config_format)
-    ours = _plain(asdict(architecture))
+    theirs = config_format.resolve(read_fields(config, config_format))
+    ours = config_format.resolve(_plain(asdict(architecture)))
     for name in sorted(ours.keys() | {"rope_scaling"}):
         if name in config_format.only_here:
             continue
@@ -100,6 +108,7 @@ def read_fields(config: Mapping[str, Any], config_format: ConfigFormat) -> dict[
         fields["head_dim"] = fields.get("hidden_size", 0) // fields["num_attention_heads"]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     fields["rope_theta"] = rope.get("rope_theta", fields.get("rope_theta"))
+    fields |= {name: rope[name] for name in _ROPE_FIELDS if name in rope}
     kind = rope.get("rope_type", rope.get("type", "default"))
     rest = {name: value for name, value in rope.items() if name not in _ROPE_WORDS}
     fields["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **rest}
@@ -117,9 +126,10 @@ def write_config(
         dtype: Storage dtype of the weights, as in ``bfloat16``.
         source: The file that the weights once came with, whose token ids are kept.
     """
-    fields = _plain(asdict(architecture))
+    fields = config_format.resolve(_plain(asdict(architecture)))
     rope_scaling = fields.pop("rope_scaling", None)
     rope = {"rope_theta": fields["rope_theta"], "rope_type": "default", **(rope_scaling or {})}
+    rope |= {name: fields[name] for name in _ROPE_FIELDS if name in fields}
     kept = {name: source[name] for name in _TOKENS if source is not None and name in source}
     return {
         "architectures": [config_format.class_name],

@@ -12,7 +12,7 @@ from models.llama.architecture import PRESETS as LLAMAS
 from models.registry import load_spec, resolve_architecture
 from torchtrain.hugging_face.model_config import compare_config, find_export_faults, read_fields, write_config
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_5_moe")
 
 
 def format_of(family):
@@ -44,7 +44,7 @@ def test_what_is_written_reads_back_without_a_difference_here_and_in_hugging_fac
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_field_that_the_file_leaves_out_has_hugging_faces_default(family):
     sizes = {name: value for name, value in asdict(resolve_architecture(family, "debug", {})).items() if "size" in name}
-    theirs = AutoConfig.for_model(family, **sizes).to_dict()
+    theirs = AutoConfig.for_model(format_of(family).model_type, **sizes).to_dict()
     explicit = read_fields(theirs, format_of(family))
     left_out = read_fields({**sizes, "num_attention_heads": theirs["num_attention_heads"]}, format_of(family))
     for name in format_of(family).defaults:
@@ -112,3 +112,17 @@ def test_what_hugging_face_cannot_express_is_not_exported():
     overrides = {"shared_expert_intermediate_size": 64, "router_bias_update_rate": 0.1}
     faults = find_export_faults(resolve_architecture("qwen3_moe", "debug", overrides), format_of("qwen3_moe"))
     assert [fault.path for fault in faults] == [f"model.overrides.{name}" for name in overrides]
+
+
+def test_layers_named_one_by_one_and_by_interval_are_compared_as_layers():
+    family, preset = "qwen3_5_moe", resolve_architecture("qwen3_5_moe", "debug", {})
+    written = write_config(preset, format_of(family), dtype="float32")
+    assert written["layer_types"] == ["linear_attention"] * 3 + ["full_attention"]
+    named = resolve_architecture(family, "debug", {"layer_types": written["layer_types"]})
+    assert compare(written, named, family).faults == ()
+    other = resolve_architecture(family, "debug", {"full_attention_interval": 2})
+    (fault,) = compare(written, other, family).faults
+    assert fault.path == "model.overrides.layer_types"
+    scaled = {**written, "rope_parameters": {**written["rope_parameters"], "partial_rotary_factor": 0.5}}
+    (fault,) = compare(scaled, preset, family).faults
+    assert fault.path == "model.overrides.partial_rotary_factor"
