@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,20 @@ def train_without_labels_in_the_second_step(folder: Path) -> list[dict[str, Any]
     per_step = len(batches) // 3
     for batch in batches[per_step : 2 * per_step]:
         batch.labels_BT.fill_(IGNORE_INDEX)
+    assert run_trainer(folder, job, model, optimizer, step, meshes, StopSignal(), batches)
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+def run_trainer(
+    folder: Path,
+    job: Job,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: TrainStep,
+    meshes: Meshes,
+    stop_signal: StopSignal,
+    batches: Iterable[Batch],
+) -> bool:
     trainer = Trainer(
         job,
         model=model,
@@ -78,10 +94,10 @@ def train_without_labels_in_the_second_step(folder: Path) -> list[dict[str, Any]
         scaler=None,
         checkpointer=Checkpointer(job.checkpoint, folder / "checkpoints"),
         meshes=meshes,
-        stop_signal=StopSignal(),
+        stop_signal=stop_signal,
         data_order={},
     )
-    metrics = MetricsLogger(job.metrics, folder, total_steps=3, resolved_job="", is_main=True)
+    metrics = MetricsLogger(job.metrics, folder, total_steps=job.training.steps, resolved_job="", is_main=True)
     instruments = Instruments(
         metrics=metrics,
         profiler=Profiler(job.profiling, folder, meshes.device, 0),
@@ -91,9 +107,32 @@ def train_without_labels_in_the_second_step(folder: Path) -> list[dict[str, Any]
         peak_flops=None,
         num_devices=1,
     )
-    assert trainer.run(open_loader=lambda _: batches, evaluate=None, instruments=instruments)
-    metrics.close()
-    return read_jsonl(folder / "metrics.jsonl")
+    try:
+        return trainer.run(open_loader=lambda _: batches, evaluate=None, instruments=instruments)
+    finally:
+        metrics.close()
+
+
+def stop_while_batches_are_read(folder: Path) -> tuple[bool, int]:
+    job = load_job(None, [*MODEL, "training.global_batch_size=1000000000000"])
+    model, optimizer, step, meshes = build_step(job, None)
+    (whole, _), stop_signal, read = make_micro_batches(load_job(None, list(MODEL)), 0), StopSignal(), []
+
+    def endless() -> Iterator[Batch]:
+        while True:
+            read.append(whole)
+            if len(read) == 3:
+                stop_signal.received = signal.SIGTERM
+            assert len(read) < 100, "reads on after the signal"
+            yield whole
+
+    is_finished = run_trainer(folder, job, model, optimizer, step, meshes, stop_signal, endless())
+    assert (folder / "checkpoints" / "step_00000000").is_dir()
+    return is_finished, len(read)
+
+
+def test_a_signal_that_comes_while_batches_are_read_stops_the_run_before_the_step(tmp_path: Path) -> None:
+    assert run_ranks(stop_while_batches_are_read, 1, tmp_path) == [(False, 3)]
 
 
 def test_a_step_without_a_label_leaves_its_line_too(tmp_path: Path) -> None:

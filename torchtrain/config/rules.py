@@ -66,6 +66,12 @@ _ABOVE_ZERO = (
     "metrics.peak_flops",
     "checkpoint.export_max_file_gb",
 )
+# What the machine can take: a process group's clock, generators, and processes per rank.
+_AT_MOST = {
+    "accelerator.dist_timeout_s": 366 * 24 * 3600,
+    "training.seed": 2**63 - 1,
+    "dataset.num_workers": 1024,
+}
 _NOT_EMPTY = (
     "model.name",
     "model.preset",
@@ -134,6 +140,9 @@ def _check_ranges(job: Job) -> Iterator[Fault]:
         value = value_at(job, path)
         if value is not None and value <= 0:
             yield Fault(path, value, "must be above 0", _positive_fix(path))
+    for path, most in _AT_MOST.items():
+        if (value := value_at(job, path)) > most:
+            yield Fault(path, value, f"must be at most {most}", f"use {most} or less")
     for path in _NOT_EMPTY:
         value = value_at(job, path)
         if value is not None and not value.strip():

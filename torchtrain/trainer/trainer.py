@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -165,7 +165,7 @@ class Trainer:
         self._model.train()
         while self.progress.step < training.steps:
             started = time.perf_counter()
-            micro_batches = [next(batches) for _ in range(accumulation)]
+            micro_batches = self._read(batches, accumulation)
             data_wait_s = time.perf_counter() - started
             with instruments.tracing(self.progress.step + 1):
                 num_valid_tokens, should_stop = self._agree(micro_batches)
@@ -189,6 +189,13 @@ class Trainer:
         else:
             self._settle_save()
         return True
+
+    def _read(self, batches: Iterator[Batch], number: int) -> list[Batch]:
+        """The micro-batches of the coming step; fewer once a signal has come, after which none is trained on."""
+        micro_batches: list[Batch] = []
+        while len(micro_batches) < number and self._stop_signal.received is None:
+            micro_batches.append(next(batches))
+        return micro_batches
 
     def _agree(self, micro_batches: list[Batch]) -> tuple[int, bool]:
         """Global valid labels of the coming step, and whether any rank was told to stop; one small all-reduce."""

@@ -58,6 +58,19 @@ def test_quantity_that_is_not_positive_is_refused(path):
     assert "must be above 0" in faults_of(f"{path}=0")[path]
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "most"),
+    [
+        ("accelerator.dist_timeout_s", "1e15", 31622400),
+        ("training.seed", str(2**64), 2**63 - 1),
+        ("dataset.num_workers", "10000000000", 1024),
+    ],
+)
+def test_what_no_machine_can_take_is_refused_with_the_bound(path, value, most):
+    assert faults_of(f"{path}={value}")[path].endswith(f"must be at most {most}; use {most} or less")
+    assert faults_of(f"{path}={most}") == {}
+
+
 @pytest.mark.parametrize("path", ["training.output_dir", "model.preset", "tokenizer.path", "checkpoint.resume"])
 def test_empty_text_is_refused(path):
     assert "must not be empty" in faults_of(f"{path}=''")[path]
