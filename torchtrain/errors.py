@@ -75,3 +75,9 @@ class NonFiniteError(TorchtrainError):
     """Training stopped itself: a loss or gradient norm was not finite."""
 
     exit_code = 3
+
+
+class LostPeerError(TorchtrainError):
+    """Another rank is gone or silent: the fault is told by its log, not by this rank's."""
+
+    exit_code = 1

@@ -200,6 +200,25 @@ def test_a_fault_of_one_rank_is_said_by_that_rank(tmp_path: Path) -> None:
     assert "[rank 1] error: the job is wrong" in said
 
 
+@pytest.mark.parametrize("told", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_gone_or_silent_is_told_in_a_few_lines(tmp_path: Path, told: signal.Signals) -> None:
+    training = start(tmp_path, "training.steps=100000", "accelerator.dist_timeout_s=3", world_size=2)
+    training.wait_until(lambda: len(metrics(tmp_path)) >= 2)
+    lost, left = training.processes[1], training.processes[0]
+    assert lost.pid is not None
+    os.kill(lost.pid, told)
+    left.join(60)
+    lost.kill()
+    training.wait()
+    said = training.said()
+    assert left.exitcode == 1, said
+    assert "[rank 0] error: another rank is gone or silent" in said
+    assert "accelerator.dist_timeout_s = 3" in said
+    assert "checkpoint.resume: auto" in said
+    assert "Traceback" not in said
+    assert "Traceback" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+
+
 def test_a_resume_with_another_batch_size_reads_on_and_another_seed_is_told(tmp_path: Path) -> None:
     train(tmp_path)
     settings = ("checkpoint.resume=auto", "training.global_batch_size=4", "training.steps=6")

@@ -10,14 +10,17 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from torchtrain.errors import TorchtrainError
+from torchtrain.errors import LostPeerError, TorchtrainError
 from torchtrain.runtime.device import has_float64
 from torchtrain.runtime.env import LaunchEnv
-from torchtrain.runtime.logging import get_logger
+from torchtrain.runtime.logging import FILE_ONLY, get_logger
 
 logger = get_logger(__name__)
 
 _TURN_TIMEOUT = timedelta(days=1)
+# What gloo, NCCL and the store of the rendezvous say when a rank is not there.
+_SIGNS_OF_LOSS = ("closed by peer", "reset by peer", "refused", "broken pipe", "timed out", "timeout", "remote process")
+_MESH_PREFIX = "mesh_"  # How a device mesh describes the group of one of its axes.
 
 
 @contextmanager
@@ -33,6 +36,9 @@ def process_group(launch: LaunchEnv, device: torch.device, backend: str, timeout
         device: This rank's device.
         backend: A torch backend string, such as ``cpu:gloo,cuda:nccl``.
         timeout_s: Seconds until a collective that a rank does not join fails.
+
+    Raises:
+        LostPeerError: Another rank is gone or silent; the traceback is in this rank's log.
     """
     timeout = timedelta(seconds=timeout_s)
     device_id = device if device.type != "cpu" else None
@@ -44,14 +50,49 @@ def process_group(launch: LaunchEnv, device: torch.device, backend: str, timeout
         )
     try:
         yield
+        # A rank that leaves while another still reads from it looks to that one like a failed peer.
+        dist.barrier()
     except TorchtrainError:
         raise  # Whoever started the run says it.
-    except Exception:
-        logger.exception("this rank failed")
-        raise
-    # A rank that leaves while another still reads from it looks to that one like a failed peer.
-    dist.barrier()
+    except Exception as error:
+        if not is_lost_peer(error):
+            logger.exception("this rank failed")
+            raise
+        logger.exception("another rank is gone or silent", extra=FILE_ONLY)
+        raise LostPeerError(_describe_loss(error, timeout_s)) from error
     dist.destroy_process_group()
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Whether a collective failed because another rank did not answer, by the words of torch's backends."""
+    if not isinstance(error, RuntimeError):
+        return False
+    words = str(error).lower()
+    is_of_backend = isinstance(error, dist.DistError) or "gloo" in words
+    return is_of_backend and any(sign in words for sign in _SIGNS_OF_LOSS)
+
+
+def _describe_loss(error: Exception, timeout_s: float) -> str:
+    axis = _find_axis(error)
+    where = f" in a collective of {axis}" if axis else ""
+    return (
+        f"another rank is gone or silent{where}: {str(error).splitlines()[0]}\n"
+        "  Look first at the logs of the other ranks, logs/rank_*.log in training.output_dir: one of them may say why. "
+        f"If all are well but slow, raise accelerator.dist_timeout_s = {timeout_s:g}. Start again with "
+        "checkpoint.resume: auto to go on from the newest checkpoint."
+    )
+
+
+def _find_axis(error: Exception) -> str | None:
+    """The mesh axis of the group that a frame of the failed call held last, if torch named it for one."""
+    name, traceback = None, error.__traceback__
+    while traceback is not None:
+        held = (traceback.tb_frame.f_locals.get(word) for word in ("group", "pg"))
+        for group in held:
+            if isinstance(group, dist.ProcessGroup) and group.group_desc.startswith(_MESH_PREFIX):
+                name = f"axis {group.group_desc.removeprefix(_MESH_PREFIX)}"
+        traceback = traceback.tb_next
+    return name
 
 
 @contextmanager

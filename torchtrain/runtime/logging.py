@@ -26,6 +26,10 @@ class _ConsoleHandler(logging.Handler):
         print(self.format(record), file=sys.stdout, flush=True)
 
 
+# For ``extra=`` of a record that the console should not show, such as a traceback that a line there sums up.
+FILE_ONLY = {"is_for_file_only": True}
+
+
 def get_logger(name: str) -> logging.Logger:
     """Return the logger of a module; pass ``__name__``."""
     return logging.getLogger(name)
@@ -49,6 +53,7 @@ def setup_logging(rank: int, output_dir: Path | None) -> None:
     console = _ConsoleHandler(logging.INFO if rank == 0 else logging.ERROR)
     console.set_name(f"{_HANDLER_PREFIX}console")
     prefix = "" if rank == 0 else f"[rank {rank}] "
+    console.addFilter(lambda record: not getattr(record, "is_for_file_only", False))
     console.setFormatter(logging.Formatter(prefix + _FORMAT, datefmt="%H:%M:%S"))
     root.addHandler(console)
     if output_dir is not None:
