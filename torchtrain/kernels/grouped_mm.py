@@ -100,7 +100,14 @@ def _prefer(problem: GroupedProblem) -> Sequence[str]:
 
 
 GROUPED_MM: Op[GroupedProblem, GroupedProducts] = Op("grouped_mm", _prefer)
-GROUPED_MM.register(Backend("torch_grouped_mm", TorchGroupedMM(), _torch_is_able))
+GROUPED_MM.register(
+    Backend(
+        "torch_grouped_mm",
+        TorchGroupedMM(),
+        _torch_is_able,
+        conditions="cpu in fp32, bf16 or fp16, cuda in bf16; rows that begin at multiples of 16 bytes",
+    )
+)
 GROUPED_MM.register(Backend("loop", Loop(), lambda problem: True))
 
 
