@@ -77,12 +77,10 @@ class FillReport:
     def describe(self) -> str:
         """Say in a line what comes from where."""
         parts = [f"{len(self.loaded)} parameters loaded"]
-        for what, names in (
-            ("initialised", self.initialised),
-            ("unused", self.ignored),
-            ("tied copies, found equal", tuple(self.tied_copies)),
-        ):
+        for what, names in (("initialised", self.initialised), ("unused", self.ignored)):
             parts.append(f"{len(names)} {what}" + (f" ({_show(names)})" if names else ""))
+        if self.tied_copies:
+            parts.append(f"{len(self.tied_copies)} on disk twice, as tied ({_show(self.tied_copies)})")
         return ", ".join(parts)
 
 

@@ -56,3 +56,12 @@ def test_files_that_are_there_and_a_resume_that_may_find_nothing_are_no_errors(t
     (tmp_path / "corpus.txt").write_text("words")
     job = load_job(None, [f"dataset.sources=[{{path: {tmp_path}/corpus.txt}}]", "checkpoint.resume=auto"])
     assert list(find_file_errors(job)) == []
+
+
+def test_an_export_that_hugging_face_cannot_express_is_refused_before_training():
+    overrides = "model.overrides={num_hidden_layers: 1, router_bias_update_rate: 0.1}"
+    keys = ("model.name=qwen3_moe", overrides, "dataset.sources=[{path: nowhere}]")
+    refuse(load_job(None, keys))
+    with pytest.raises(ConfigError) as caught:
+        refuse(load_job(None, [*keys, "checkpoint.export_hf=true"]))
+    assert [fault.path for fault in caught.value.faults] == ["model.overrides.router_bias_update_rate"]
