@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from torchtrain import train
 from torchtrain.config.dump import dump_job
-from torchtrain.config.rules import find_job_warnings
-from torchtrain.distributed.topology import find_topology_warnings
 from torchtrain.errors import TorchtrainError
 from torchtrain.runtime.env import read_launch_env
 
@@ -40,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     print(dump_job(checked.job), end="", flush=True)
-    for warning in (*find_job_warnings(checked.job), *find_topology_warnings(checked.job, checked.topology)):
+    for warning in train.find_warnings(arguments, checked):
         print(f"warning: {warning}", file=sys.stderr)
     errors = train.find_late_errors(checked)
     for error in errors:

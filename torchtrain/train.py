@@ -16,10 +16,11 @@ from models.registry import fsdpturbo_models, load_spec, resolve_architecture, u
 from torchtrain.config.availability import find_unavailable
 from torchtrain.config.job import Job
 from torchtrain.config.load import collect_faults, read_job
-from torchtrain.config.rules import find_job_faults, find_size_faults
+from torchtrain.config.overrides import find_override_warnings
+from torchtrain.config.rules import find_job_faults, find_job_warnings, find_size_faults
 from torchtrain.distributed.fsdpturbo.legality import find_plugin_faults
-from torchtrain.distributed.legality import find_legality_faults
-from torchtrain.distributed.topology import Topology, find_topology_faults
+from torchtrain.distributed.legality import find_legality_faults, find_model_warnings
+from torchtrain.distributed.topology import Topology, find_topology_faults, find_topology_warnings
 from torchtrain.errors import ConfigError, Fault, TorchtrainError
 from torchtrain.kernels.plugins import find_kernel_faults
 from torchtrain.runtime.env import LaunchEnv, read_launch_env
@@ -60,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Job file, then overrides, or ``--help``; the process's own arguments by default.
 
     Returns:
-        The process's exit code: 0 finished, 1 the last checkpoint could not be written, 2 the job is wrong, 3 training
-        stopped itself, 143 stopped by a signal, its state saved if there was any yet.
+        The process's exit code: 0 finished, 1 the last checkpoint could not be written or another rank is lost, 2 the
+        job is wrong, 3 training stopped itself, 143 stopped by a signal, its state saved if there was any yet.
     """
     words = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(words):
@@ -71,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         launch = read_launch_env()
         checked = check_job(words, launch.world_size)
+        if launch.rank == 0:
+            for warning in find_override_warnings(_split_words(words)[1]):
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
         # Only now: importing torch takes seconds, and a wrong job has been refused already.
         from torchtrain.trainer.assembly import train
         from torchtrain.trainer.preflight import refuse_foreign_weights, refuse_what_the_model_rules_out
@@ -109,7 +113,7 @@ def check_job(argv: Sequence[str], world_size: int) -> CheckedJob:
     Raises:
         ConfigError: All faults of the file, the overrides, the model and the topology together.
     """
-    path, overrides = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    path, overrides = _split_words(argv)
     reading = read_job(path, overrides)
     job = reading.job
     architecture, architecture_faults = _check_architecture(job)
@@ -127,6 +131,21 @@ def check_job(argv: Sequence[str], world_size: int) -> CheckedJob:
     if faults:
         raise ConfigError(faults)
     return CheckedJob(job, Topology.resolve(job, world_size), architecture)
+
+
+def find_warnings(argv: Sequence[str], checked: CheckedJob) -> list[str]:
+    """Name what is legal but does nothing, or not what one expects, in the words of the command line and in the job."""
+    return [
+        *find_override_warnings(_split_words(argv)[1]),
+        *find_job_warnings(checked.job),
+        *find_model_warnings(checked.architecture, checked.job),
+        *find_topology_warnings(checked.job, checked.topology),
+    ]
+
+
+def _split_words(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """The job file, if it is named, and the overrides."""
+    return (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
 
 
 def find_late_errors(checked: CheckedJob) -> list[TorchtrainError]:

@@ -75,6 +75,8 @@ def _or_null(key: Key | None) -> str:
 
 
 def _fix(kind: str, value: object, key: Key | None) -> str:
+    if key is not None and key.path == "checkpoint.resume" and isinstance(value, bool):
+        return f"write {'auto' if value else 'null'}"
     if kind == "dataclass_type":
         return "write its keys below it, or leave it out to take every default"
     if kind == "tuple_type":

@@ -96,9 +96,10 @@ def _validate(mapping: Mapping) -> tuple[Job, list[Fault]]:
             return _ADAPTER.validate_json(json.dumps(tree)), faults
         except ValidationError as error:
             details = error.errors(include_url=False)
-        # What was taken away in the last round may now be missing: that is no second fault.
+        # What was taken away in the last round may now be missing, also from a list: that is no second fault.
         known = {fault.path for fault in faults}
-        faults += [fault for fault in map(explain, details) if fault.path not in known]
+        found = list(map(explain, details))
+        faults += [fault for fault in found if not any(f"{path}.".startswith(f"{fault.path}.") for path in known)]
         # Deepest and last first, so that removing a list element moves no index still to come.
         for location in sorted({_removal(detail) for detail in details}, reverse=True):
             _remove(tree, location)

@@ -5,6 +5,7 @@ So two overrides that are legal only together work, and an override is checked e
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,20 @@ def apply_overrides(mapping: Mapping, words: Sequence[str]) -> list[Fault]:
     return faults
 
 
+def find_override_warnings(words: Sequence[str]) -> list[str]:
+    """Name each key that is given several values, and the one that counts."""
+    given: dict[str, list[str]] = {}
+    for path, text in _pair_words(words):
+        if text is not None and text not in given.setdefault(path.removeprefix("--"), []):
+            given[path.removeprefix("--")].append(text)
+    last = {path.removeprefix("--"): text for path, text in _pair_words(words)}
+    return [
+        f"{path} is given {' and '.join(texts)} on the command line: the last one counts, {last[path]}"
+        for path, texts in given.items()
+        if len(texts) > 1
+    ]
+
+
 def _pair_words(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Pair each path with its text; None where the text is missing."""
     position = 0
@@ -58,7 +73,10 @@ def _apply_one(mapping: Mapping, word: str, text: str | None) -> Fault | None:
             "command line", word, "has no value", f"write it as --{path}=VALUE (true and false are values too)"
         )
     if not text.strip():
-        return Fault(path, text, "has an empty value on the command line", "write null, or '\"\"' for an empty text")
+        fix = "write null, or '\"\"' for an empty text"
+        if text:
+            fix = f"quote blanks and line ends inside the shell's quotes: --{path}='{json.dumps(text)}'"
+        return Fault(path, text, "has an empty value on the command line", fix)
     try:
         value = parse_yaml(text)
     except YAMLError:

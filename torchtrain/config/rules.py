@@ -110,11 +110,6 @@ def find_job_warnings(job: Job) -> list[str]:
         )
     if job.dataset.holdout_fraction > 0 and job.task.eval_interval == 0:
         warnings.append("dataset.holdout_fraction keeps data from training that nothing reads: task.eval_interval is 0")
-    if job.debug.force_balanced_routing:
-        warnings.append(
-            "debug.force_balanced_routing sends tokens to experts in turn, whatever the router says: good for timing, "
-            "useless for training"
-        )
     return warnings
 
 
@@ -334,7 +329,7 @@ def _has_tp(job: Job) -> bool:
 
 
 def _as_yaml(value: object) -> str:
-    return json.dumps(value) if isinstance(value, bool) else str(value)
+    return json.dumps(value) if isinstance(value, bool | tuple | list) else str(value)
 
 
 @dataclass(frozen=True)
@@ -396,6 +391,13 @@ _NEEDS = (
         _differs(2),
         lambda job: job.activation_checkpoint.mode == "every_nth_block",
         "activation_checkpoint.mode: every_nth_block",
+    ),
+    _Need("activation_checkpoint.recompute_exchange", _differs(False), _has_experts, "accelerator.ep_size > 1"),
+    _Need(
+        "checkpoint.async_save",
+        _differs(False),
+        lambda job: job.checkpoint.interval > 0 or job.checkpoint.save_final,
+        "checkpoint.interval > 0 or checkpoint.save_final: true",
     ),
     _Need(
         "lr_scheduler.decay_steps",

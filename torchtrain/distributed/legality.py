@@ -302,3 +302,22 @@ def find_legality_faults(
             faults.extend(rule.find_faults(architecture, job))
     faults.extend(_check_whole_graph(architecture, job))
     return faults
+
+
+def find_model_warnings(architecture: DecoderSizes, job: Job) -> list[str]:
+    """Name each setting that does nothing with this model, or not what one expects."""
+    warnings, recompute = [], job.activation_checkpoint
+    num_layers, has_experts = architecture.num_hidden_layers, getattr(architecture, "num_experts", 0) > 0
+    if recompute.mode == "every_nth_block" and recompute.every_n_blocks > num_layers:
+        warnings.append(
+            f"activation_checkpoint.every_n_blocks = {recompute.every_n_blocks} checkpoints one block only: the model "
+            f"has {num_layers}"
+        )
+    if job.debug.force_balanced_routing and not has_experts:
+        warnings.append("debug.force_balanced_routing = true has no effect: it needs a model with experts")
+    elif job.debug.force_balanced_routing:
+        warnings.append(
+            "debug.force_balanced_routing sends tokens to experts in turn, whatever the router says: good for timing, "
+            "useless for training"
+        )
+    return warnings

@@ -25,6 +25,8 @@ from torchtrain.distributed.pipeline_parallel.stage_plan import (
 )
 from torchtrain.errors import Fault, TopologyError
 
+_MANY_RANKS = 100_000
+
 
 @dataclass(frozen=True)
 class RankGrid:
@@ -232,6 +234,11 @@ def find_topology_warnings(job: Job, topology: Topology) -> list[str]:
     if not topology.has_fsdp_domain:
         if fsdp.enable_offload:
             warnings.append("fsdp_config.enable_offload has no effect: it needs more than one data-parallel rank")
+        for name in ("forward_prefetch_depth", "backward_prefetch_depth"):
+            if (depth := getattr(fsdp, name)) != 1:
+                warnings.append(
+                    f"fsdp_config.{name} = {depth} has no effect: it needs more than one data-parallel rank"
+                )
         if fsdp.replicate_params:
             warnings.append("fsdp_config.replicate_params has no effect: it needs more than one data-parallel rank")
         for name in ("reduce_dtype", "output_dtype"):
@@ -260,11 +267,15 @@ def _find_indivisible_world(job: Job, world_size: int) -> Fault | None:
                 size,
                 f"accelerator.tp_size x accelerator.cp_size x accelerator.pp_size = {product} must divide the world "
                 f"size {world_size}",
-                f"start {nearest_multiples(world_size, of=product)} ranks, or set accelerator.{name} to "
-                f"{nearest_divisors(size, of=remaining)}",
+                f"{_advise_ranks(world_size, product)}set accelerator.{name} to {nearest_divisors(size, of=remaining)}",
             )
         remaining //= size
     return None
+
+
+def _advise_ranks(world_size: int, product: int) -> str:
+    """The world sizes that would fit, unless nobody has that many."""
+    return f"start {nearest_multiples(world_size, of=product)} ranks, or " if product <= _MANY_RANKS else ""
 
 
 def _find_domain_faults(job: Job, world_size: int) -> Iterator[Fault]:

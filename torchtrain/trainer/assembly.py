@@ -20,6 +20,7 @@ from torchtrain.data.dataset import SequenceDataset, build_dataset
 from torchtrain.data.loader import build_eval_loader, build_train_loader
 from torchtrain.data.tokenizer import Tokenizer, build_tokenizer
 from torchtrain.distributed.comm_trace import CommTrace
+from torchtrain.distributed.legality import find_model_warnings
 from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.process_group import in_turns, process_group
 from torchtrain.distributed.topology import Topology, find_topology_warnings
@@ -87,7 +88,8 @@ def _announce(run: Run) -> None:
     logger.info(f"{topology.world_size} rank(s) on {device_description(run.device)}")
     if not topology.has_fsdp_domain:
         logger.info("FSDP is skipped: no other rank shares this model's data-parallel domain")
-    for warning in (*find_job_warnings(run.job), *find_topology_warnings(run.job, topology)):
+    of_model = find_model_warnings(run.architecture, run.job)
+    for warning in (*find_job_warnings(run.job), *of_model, *find_topology_warnings(run.job, topology)):
         logger.warning(warning)
     for difference in describe_config_differences(run.job, run.spec, run.architecture):
         logger.warning(difference)

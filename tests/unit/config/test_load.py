@@ -7,6 +7,7 @@ import pytest
 
 from torchtrain.config.job import Job
 from torchtrain.config.load import collect_faults, load_job, read_job
+from torchtrain.config.overrides import find_override_warnings
 from torchtrain.errors import ConfigError, Fault
 
 MINIMAL = "dataset: {sources: [{path: corpus}]}\n"
@@ -81,6 +82,8 @@ def test_integer_is_taken_for_a_number():
         ("optimizer.betas=[0.9]", "optimizer.betas", "has too few elements"),
         ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas", "has too many elements"),
         ("optimizer.betas=0.9", "optimizer.betas", "must be a list; write it in brackets"),
+        ("checkpoint.resume=true", "checkpoint.resume", "must be text or null; write auto"),
+        ("checkpoint.resume=false", "checkpoint.resume", "must be text or null; write null"),
         ("optimizer._target_=3", "optimizer._target_", "must be text"),
         ("model.overrides=3", "model.overrides", "must be a mapping"),
         ("training=3", "training", "must be a mapping of keys to values; write its keys below it, or leave it out"),
@@ -298,3 +301,20 @@ def test_checking_a_job_imports_no_torch():
     imports = "; ".join(f"import torchtrain.config.{module}" for module in modules)
     code = f"{imports}; import torchtrain.distributed.topology; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_values_that_are_no_numbers_are_told_once_each():
+    assert list(faults_of(None, ["optimizer.betas=[.nan, .nan]"])) == ["optimizer.betas.0", "optimizer.betas.1"]
+
+
+def test_blank_text_on_the_command_line_is_to_be_quoted():
+    path = "dataset.sources.0.document_separator"
+    said = faults_of(None, ["dataset.sources=[{path: a}]", f"{path}=\n\n"])[path]
+    assert said.endswith(f"""quote blanks and line ends inside the shell's quotes: --{path}='"\\n\\n"'""")
+
+
+def test_a_key_with_several_values_on_the_command_line_is_named_with_the_one_that_counts():
+    words = ["--training.steps=3", "training.seq_len=64", "--training.steps", "5", "training.seq_len=64"]
+    assert find_override_warnings(words) == [
+        "training.steps is given 3 and 5 on the command line: the last one counts, 5"
+    ]

@@ -197,6 +197,8 @@ def test_legal_combination_passes(overrides):
         ("dist_config.ep_dispatcher=mc2", "accelerator.ep_size > 1"),
         ("compile.fullgraph=true", "compile.enabled: true"),
         ("activation_checkpoint.every_n_blocks=3", "activation_checkpoint.mode: every_nth_block"),
+        ("activation_checkpoint.recompute_exchange=true", "accelerator.ep_size > 1"),
+        ("accelerator.pp_layers=[1, 2]", "accelerator.pp_size > 1"),
         ("lr_scheduler.decay_steps=10", "lr_scheduler.name: wsd"),
         ("lr_scheduler.min_lr_ratio=0.2", "an lr_scheduler.name other than constant"),
     ],
@@ -207,6 +209,13 @@ def test_setting_without_its_precondition_is_named_with_the_condition(override, 
     assert warning == f"{path} = {value} has no effect: it needs {condition}" or warning.startswith(
         f"{path} = {value} has no effect: it needs {condition} and"
     )
+
+
+def test_a_background_save_of_nothing_is_warned_about():
+    words = ["checkpoint={async_save: true, save_final: false}"]
+    (warning,) = find_job_warnings(read_job(None, words).job)
+    assert warning.endswith("has no effect: it needs checkpoint.interval > 0 or checkpoint.save_final: true")
+    assert find_job_warnings(read_job(None, [*words, "checkpoint.interval=2"]).job) == []
 
 
 def test_met_precondition_silences_the_warning():

@@ -96,7 +96,7 @@ def test_what_one_of_the_implementations_does_not_heed_is_warned_about() -> None
     hooks, sync = "dist_config.hook_modules=['*.mlp']", "fsdp_config.requires_grad_sync=false"
     custom = "dist_config.fsdp_implementation=custom"
     (warning,) = find_job_warnings(job_of(hooks, ep=2))
-    assert warning.startswith("dist_config.hook_modules = ('*.mlp',) has no effect: it needs")
+    assert warning.startswith('dist_config.hook_modules = ["*.mlp"] has no effect: it needs')
     assert find_job_warnings(job_of(hooks, custom, ep=2)) == []
     for words, number in (((sync,), 0), ((sync, custom), 1), ((custom,), 0)):
         job = job_of(*words, ep=2)

@@ -6,7 +6,7 @@ import pytest
 
 from models.registry import resolve_architecture
 from torchtrain.config.load import read_job
-from torchtrain.distributed.legality import find_legality_faults, techniques_in_use
+from torchtrain.distributed.legality import find_legality_faults, find_model_warnings, techniques_in_use
 from torchtrain.errors import Fault
 
 
@@ -161,3 +161,22 @@ def test_whole_graph_is_refused_for_a_model_with_experts_only() -> None:
     (fault,) = find_legality_faults(sparse, read_job(None, words).job, family="qwen3_moe", unsupported={})
     assert (fault.path, fault.fix) == ("compile.fullgraph", "set compile.fullgraph: false")
     assert "a model with experts (num_experts = " in fault.rule
+
+
+@pytest.mark.parametrize(
+    ("family", "override", "said"),
+    [
+        (
+            "llama",
+            "activation_checkpoint={mode: every_nth_block, every_n_blocks: 99}",
+            "activation_checkpoint.every_n_blocks = 99 checkpoints one block only",
+        ),
+        ("llama", "debug.force_balanced_routing=true", "has no effect: it needs a model with experts"),
+        ("qwen3_moe", "debug.force_balanced_routing=true", "useless for training"),
+        ("llama", "activation_checkpoint={mode: every_nth_block, every_n_blocks: 2}", ""),
+    ],
+)
+def test_settings_that_do_nothing_with_the_model_are_warned_about(family: str, override: str, said: str) -> None:
+    job = read_job(None, [override]).job
+    warnings = find_model_warnings(resolve_architecture(family, "debug", {}), job)
+    assert [said in warning for warning in warnings] == ([True] if said else [])

@@ -251,6 +251,20 @@ def test_gradient_dtype_without_an_fsdp_domain_is_warned_about():
     assert find_topology_warnings(job, Topology.resolve(job, 2)) == []
 
 
+@pytest.mark.parametrize("name", ["forward_prefetch_depth", "backward_prefetch_depth"])
+def test_a_prefetch_depth_without_an_fsdp_domain_is_warned_about(name):
+    job = job_of(words=[f"fsdp_config.{name}=2"])
+    (warning,) = find_topology_warnings(job, Topology.resolve(job, 1))
+    assert warning == f"fsdp_config.{name} = 2 has no effect: it needs more than one data-parallel rank"
+    assert find_topology_warnings(job, Topology.resolve(job, 2)) == []
+
+
+def test_nobody_is_told_to_start_more_ranks_than_there_are():
+    (fault,) = find_topology_faults(job_of(words=["accelerator.cp_size=100000000000000000000"]), 2)
+    assert "start" not in fault.fix
+    assert fault.fix.startswith("set accelerator.cp_size to ")
+
+
 def test_recomputing_for_every_part_of_a_split_backward_is_warned_about():
     def warnings(schedule, mode):
         job = job_of(pp=2, words=[f"accelerator.pp_schedule={schedule}", f"activation_checkpoint.mode={mode}"])
