@@ -57,6 +57,11 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
             PLAIN,
         ),
     ),
+    "compiled": (1, (WHOLE, "compile.enabled=true", "compile.backend=aot_eager")),
+    "fsdpturbo_ep2_cp2": (
+        4,
+        (*ULYSSES, SHARD_4, "training.micro_batch_size=4", "dist_config.name=fsdpturbo", "dist_config.ep_size=2"),
+    ),
     "chunks_of_64": (1, (WHOLE, "kernel_config.chunk_size=64")),
 }
 

@@ -77,6 +77,8 @@ class GatedDeltaRule(Protocol):
         ...
 
 
+# Compile would unroll both loops, and torch 2.13 plans their backward by strides that solve_triangular does not return.
+@torch.compiler.disable
 def recurrent(
     q_BTKH: Tensor,
     k_BTKH: Tensor,
@@ -106,6 +108,7 @@ def recurrent(
         return torch.stack(outs, dim=1).to(v_BTNV.dtype)
 
 
+@torch.compiler.disable
 def chunked(
     q_BTKH: Tensor,
     k_BTKH: Tensor,
