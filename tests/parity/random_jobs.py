@@ -56,7 +56,7 @@ def draw_job(seed: int) -> DrawnJob:
     tp, cp, pp = pick((1, 2)), pick((1, 2)), pick((1, 2))
     dp = pick((1, 2, 3) if tp * cp * pp < 4 else (1, 1, 2))
     domain = dp * cp
-    micro, share = pick((1, 2)), pick((2, 4, 4, 6))
+    micro, share = pick((1, 1, 2)), pick((2, 4, 4, 6))
     family, stage_size = pick(("llama", "qwen3_moe")), tp * domain
     has_experts = family == "qwen3_moe"
     ep = pick(_divisors(stage_size)) if has_experts else 1
@@ -91,7 +91,7 @@ def draw_job(seed: int) -> DrawnJob:
             f"fsdp_config.enable_offload={pick(('false', 'false', 'true'))}",
             f"activation_checkpoint.mode={pick(('none', 'full', 'selective_op', 'every_nth_block'))}",
             f"model.init_on_meta={pick(('true', 'false'))}",
-            f"accelerator.pp_micro_batch_size={pick(('null', '1', '2')) if pp > 1 else 'null'}",
+            f"accelerator.pp_micro_batch_size={pick(('null', 'null', '1', '2')) if pp > 1 else 'null'}",
             f"accelerator.pp_layers={_draw_layer_list(rng, num_layers, schedule, pp)}",
             *pick(((), (), (LOW_PRECISION,))),
         ),
@@ -104,7 +104,7 @@ def _divisors(number: int) -> list[int]:
 
 def _draw_layer_list(rng: random.Random, num_layers: int, schedule: PpSchedule, pp_size: int) -> str:
     """No list, one that adds up where there are layers enough, or one of a layer a stage."""
-    kind, stages = rng.choice(("none", "cut", "cut", "ones")), num_stages(schedule, pp_size)
+    kind, stages = rng.choice(("none", "none", "cut", "cut", "ones")), num_stages(schedule, pp_size)
     if kind == "none" or pp_size == 1:
         return "null"
     if kind == "ones" or num_layers < stages:
@@ -120,13 +120,13 @@ def _draw_numbers(rng: random.Random, family: str, *, global_batch_size: int) ->
     sizes = {
         "vocab_size": pick((101, 104)),
         "hidden_size": heads * pick((5, 8)),
-        "intermediate_size": pick((36, 37, 40)),
+        "intermediate_size": pick((36, 36, 37, 40, 40)),
         "num_hidden_layers": pick((2, 3, 4, 4)),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": pick((6, 8, 10)),
         "attention_bias": pick(("true", "false")),
-        "tie_word_embeddings": pick(("true", "false")),
+        "tie_word_embeddings": pick(("true", "false", "false")),
     }
     if family == "qwen3_moe":
         sizes |= {
