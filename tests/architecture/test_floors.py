@@ -10,8 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# For each contract of pyproject.toml, an import that breaks it: the file, and the lines planted at its end. One more for
-# the order of techniques, which is above the techniques and below everything that knows a run.
+# For each contract of pyproject.toml, an import that breaks it: the file, and the lines planted at its end. One more
+# for the order of techniques, which is above the techniques and below everything that knows a run.
 PLANTED = {
     "Imports run down only": ("torchtrain/nn/rope.py", "def sly() -> None:\n    from torchtrain.data import batch\n"),
     "Only the composition root knows the model zoo": (

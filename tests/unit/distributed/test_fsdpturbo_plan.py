@@ -89,7 +89,7 @@ def test_a_family_that_is_not_registered_is_refused_by_name() -> None:
     words = ["train_configs/llama/debug.yaml", "dist_config={name: fsdpturbo, ep_size: 2}"]
     with pytest.raises(ConfigError) as caught:
         check_job(words, 2)
-    assert "which llama does not; use qwen3_moe, or set dist_config.name: fsdp2" in str(caught.value)
+    assert "which llama does not; use qwen3_moe or qwen3_5_moe, or set dist_config.name: fsdp2" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["eager", "fused", "domino", "mc2"])
