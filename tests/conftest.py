@@ -6,7 +6,7 @@ import pytest
 
 from torchtrain.testing.ranks import preload
 
-preload("tests.parity.harness", "models.llama.spec", "models.qwen3.spec", "models.qwen3_moe.spec")
+preload("tests.parity.harness", "models.llama.spec", "models.qwen2.spec", "models.qwen3.spec", "models.qwen3_moe.spec")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -33,6 +33,7 @@ SIZES: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True, "attention_bias": True},
     "llama_untied": {"tie_word_embeddings": False},
+    "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
     "qwen3_moe": {
         "moe_intermediate_size": 12,

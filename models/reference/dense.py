@@ -32,6 +32,8 @@ class ReferenceConfig:
     attention_bias: bool
     tie_word_embeddings: bool
     has_qk_norm: bool = False
+    has_qkv_bias: bool = False
+    """Biases on queries, keys and values, and none on the way out."""
 
 
 class ReferenceNorm(nn.Module):
@@ -56,9 +58,10 @@ class ReferenceAttention(nn.Module):
         self.config = config
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        has_bias_in = config.attention_bias or config.has_qkv_bias
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=has_bias_in)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=has_bias_in)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=has_bias_in)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
         if config.has_qk_norm:
             self.q_norm = ReferenceNorm(config.head_dim, config.rms_norm_eps)

@@ -138,7 +138,7 @@ def find_collectives_in_nn(file: SourceFile) -> Iterator[str]:
 def find_foreign_code_in_the_oracle(file: SourceFile) -> Iterator[str]:
     if file.path.startswith("models/reference/"):
         for line, name in imported_names(file.tree):
-            is_plain = name.split(".")[0] in ("torch", "__future__", "math", "dataclasses", "collections")
+            is_plain = name.split(".")[0] in ("torch", "__future__", "math", "dataclasses", "collections", "typing")
             if not is_plain and not name.startswith("models.reference."):
                 yield f"{line}: {name}; the oracle is plain torch"
 

@@ -26,6 +26,7 @@ ROUTES = [
     ("llama", 1, ()),
     ("llama", 4, FSDP_TP),
     ("llama_untied", 4, PP_FSDP),
+    ("qwen2", 1, ()),
     ("qwen3", 4, FSDP_TP_SP),
     ("qwen3_moe", 1, ("model.init_on_meta=false",)),
     ("qwen3_moe", 4, EP_EDP),

@@ -1,63 +1,81 @@
-"""What the comparisons with oracles share: large random weights, a batch, and the comparison of gradients."""
+"""How our models are held against oracles in tests, and documents packed for it."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from torchtrain.losses.cross_entropy import IGNORE_INDEX, token_losses
+from models.reference.build import build_reference
+from models.registry import load_spec
 from torchtrain.testing.compare import relative_error
-from torchtrain.testing.tolerances import MODEL_GRADIENT
-
-BATCH, TOKENS = 3, 37
-
-
-def randomised(model: nn.Module) -> nn.Module:
-    """Draw large weights, norms and biases too, so that no part of the model can hide behind a zero or a one."""
-    with torch.no_grad():
-        for fqn, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0 if fqn.endswith("norm.weight") else 0.0, std=0.2)
-    return model
-
-
-def random_batch(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    input_ids_BT = torch.randint(vocab_size, (BATCH, TOKENS))
-    labels_BT = torch.randint(vocab_size, (BATCH, TOKENS))
-    labels_BT[torch.rand(BATCH, TOKENS) < 0.3] = IGNORE_INDEX
-    labels_BT[:, -1] = IGNORE_INDEX
-    return input_ids_BT, labels_BT
+from torchtrain.testing.oracles import (
+    as_hugging_face,
+    build_hugging_face,
+    gradient_errors,
+    gradients,
+    mean_loss,
+    plain_mean_loss,
+    random_batch,
+    randomised,
+    unshifted,
+)
+from torchtrain.testing.tolerances import FP32_SCALAR, MODEL_GRADIENT, MODEL_OUTPUT
 
 
-def unshifted(labels_BT: torch.Tensor) -> torch.Tensor:
-    """Labels for Hugging Face, which shifts them itself."""
-    unshifted_BT = torch.full_like(labels_BT, IGNORE_INDEX)
-    unshifted_BT[:, 1:] = labels_BT[:, :-1]
-    return unshifted_BT
+def random_model(family: str, architecture) -> nn.Module:
+    return randomised(load_spec(family).build(architecture))
 
 
-def mean_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-    return token_losses(logits_BTV, labels_BT).sum() / (labels_BT != IGNORE_INDEX).sum()
+def reference_of(family: str, architecture, model: nn.Module) -> nn.Module:
+    reference = build_reference(family, architecture)
+    reference.load_state_dict(model.state_dict())
+    return reference
 
 
-def plain_mean_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-    rows, columns = torch.nonzero(labels_BT != IGNORE_INDEX, as_tuple=True)
-    chosen = logits_BTV[rows, columns, labels_BT[rows, columns]]
-    return (torch.logsumexp(logits_BTV[rows, columns], dim=-1) - chosen).mean()
+def hugging_face_of(family: str, architecture, model: nn.Module) -> nn.Module:
+    oracle = build_hugging_face(load_spec(family).hugging_face.config, architecture)
+    oracle.load_state_dict(as_hugging_face(model.state_dict()))
+    return oracle
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        fqn.removeprefix("model."): parameter.grad
-        for fqn, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+def assert_equals_reference(model: nn.Module, reference: nn.Module, *extra: torch.Tensor) -> None:
+    """Logits, loss and every gradient of a random batch; ``extra`` are positions and document ids."""
+    input_ids_BT, labels_BT = random_batch(model.embed_tokens.num_embeddings)
+    logits_BTV, expected_BTV = model(input_ids_BT, *extra), reference(input_ids_BT, *extra)
+    loss, expected_loss = mean_loss(logits_BTV, labels_BT), plain_mean_loss(expected_BTV, labels_BT)
+    loss.backward()
+    expected_loss.backward()
+
+    assert relative_error(logits_BTV, expected_BTV) <= MODEL_OUTPUT
+    assert relative_error(loss, expected_loss) <= FP32_SCALAR
+    assert_same_gradients(model, reference)
+
+
+def assert_equals_hugging_face(model: nn.Module, oracle: nn.Module, positions: torch.Tensor | None = None) -> None:
+    """Logits, loss and every gradient of a random batch."""
+    input_ids_BT, labels_BT = random_batch(model.embed_tokens.num_embeddings)
+    logits_BTV = model(input_ids_BT, positions)
+    expected = oracle(input_ids=input_ids_BT, position_ids=positions, labels=unshifted(labels_BT))
+    loss = mean_loss(logits_BTV, labels_BT)
+    loss.backward()
+    expected.loss.backward()
+
+    assert relative_error(logits_BTV, expected.logits) <= MODEL_OUTPUT
+    assert relative_error(loss, expected.loss) <= FP32_SCALAR
+    assert_hugging_face_gradients(model, oracle)
 
 
 def assert_same_gradients(model: nn.Module, oracle: nn.Module) -> None:
-    expected, actual = gradients(oracle), gradients(model)
-    assert actual.keys() == expected.keys() == dict(model.named_parameters()).keys()
-    errors = {fqn: relative_error(actual[fqn], expected[fqn]) for fqn in actual}
+    actual = gradients(model)
+    errors = gradient_errors(actual, gradients(oracle))
+    assert actual.keys() == dict(model.named_parameters()).keys()
     assert all(gradient.any() for gradient in actual.values())
+    assert max(errors.values()) <= MODEL_GRADIENT, errors
+
+
+def assert_hugging_face_gradients(model: nn.Module, oracle: nn.Module) -> None:
+    errors = gradient_errors(as_hugging_face(gradients(model)), gradients(oracle))
+    assert len(gradients(model)) == len(dict(model.named_parameters()))
     assert max(errors.values()) <= MODEL_GRADIENT, errors
 
 

@@ -5,28 +5,21 @@ Weights are random and large (norms and biases too), so that no part of the mode
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
-from models.llama.architecture import LlamaArchitecture, RopeScaling, find_architecture_faults
-from models.llama.model import build_llama
-from models.reference.dense import ReferenceConfig, ReferenceDecoder
+from models.llama.architecture import LlamaArchitecture, RopeScaling
 from tests.parity.oracles import (
-    BATCH,
-    assert_same_gradients,
-    mean_loss,
+    assert_equals_hugging_face,
+    assert_equals_reference,
+    hugging_face_of,
     packed_documents,
-    plain_mean_loss,
-    random_batch,
-    randomised,
-    unshifted,
+    random_model,
+    reference_of,
 )
 from torchtrain.testing.compare import relative_error
-from torchtrain.testing.tolerances import FP32_SCALAR, MODEL_OUTPUT
+from torchtrain.testing.oracles import BATCH, random_batch
+from torchtrain.testing.tolerances import MODEL_OUTPUT
 
 GROUPED = LlamaArchitecture(
     vocab_size=96,
@@ -75,68 +68,24 @@ def _one_thread_fixed_seed():
     torch.manual_seed(0)
 
 
-def random_llama(architecture: LlamaArchitecture) -> nn.Module:
-    assert not find_architecture_faults(architecture)
-    return randomised(build_llama(architecture))
-
-
-def build_reference(architecture: LlamaArchitecture, state_dict: dict) -> nn.Module:
-    values = {**asdict(architecture), "has_qk_norm": False}
-    known: dict[str, Any] = {field.name: values[field.name] for field in fields(ReferenceConfig)}
-    reference = ReferenceDecoder(ReferenceConfig(**known))
-    reference.load_state_dict(state_dict)
-    return reference
-
-
-def build_hugging_face(architecture: LlamaArchitecture, state_dict: dict) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    values = asdict(architecture)
-    rope_scaling = values.pop("rope_scaling") or {"rope_type": "default"}
-    rope_parameters = {**rope_scaling, "rope_theta": values.pop("rope_theta")}
-    config = transformers.LlamaConfig(**values, rope_parameters=rope_parameters, attn_implementation="eager")
-    oracle = transformers.LlamaForCausalLM(config)
-    oracle.load_state_dict({name if name == "lm_head.weight" else f"model.{name}": w for name, w in state_dict.items()})
-    return oracle
-
-
 @ARCHITECTURES
 @pytest.mark.parametrize("has_documents", [False, True], ids=["one_document", "packed"])
-def test_logits_and_every_gradient_equal_the_reference(architecture, has_documents):
-    model = random_llama(architecture)
-    reference = build_reference(architecture, model.state_dict())
-    input_ids_BT, labels_BT = random_batch(architecture.vocab_size)
+def test_logits_loss_and_every_gradient_equal_the_reference(architecture, has_documents):
+    model = random_model("llama", architecture)
     extra = packed_documents() if has_documents else ()
-
-    logits_BTV, expected_BTV = model(input_ids_BT, *extra), reference(input_ids_BT, *extra)
-    loss, expected_loss = mean_loss(logits_BTV, labels_BT), plain_mean_loss(expected_BTV, labels_BT)
-    loss.backward()
-    expected_loss.backward()
-
-    assert relative_error(logits_BTV, expected_BTV) <= MODEL_OUTPUT
-    assert relative_error(loss, expected_loss) <= FP32_SCALAR
-    assert_same_gradients(model, reference)
+    assert_equals_reference(model, reference_of("llama", architecture, model), *extra)
 
 
 @ARCHITECTURES
-def test_logits_and_every_gradient_equal_hugging_face(architecture):
-    model = random_llama(architecture)
-    oracle = build_hugging_face(architecture, model.state_dict())
-    input_ids_BT, labels_BT = random_batch(architecture.vocab_size)
-
-    logits_BTV = model(input_ids_BT)
-    expected = oracle(input_ids=input_ids_BT, labels=unshifted(labels_BT))
-    loss = mean_loss(logits_BTV, labels_BT)
-    loss.backward()
-    expected.loss.backward()
-
-    assert relative_error(logits_BTV, expected.logits) <= MODEL_OUTPUT
-    assert relative_error(loss, expected.loss) <= FP32_SCALAR
-    assert_same_gradients(model, oracle)
+def test_logits_loss_and_every_gradient_equal_hugging_face(architecture):
+    pytest.importorskip("transformers")
+    model = random_model("llama", architecture)
+    assert_equals_hugging_face(model, hugging_face_of("llama", architecture, model))
 
 
 @ARCHITECTURES
 def test_packed_documents_equal_the_same_documents_run_alone(architecture):
-    model = random_llama(architecture)
+    model = random_model("llama", architecture)
     input_ids_BT, _ = random_batch(architecture.vocab_size)
     positions_BT, document_ids_BT = packed_documents()
 
@@ -150,7 +99,7 @@ def test_packed_documents_equal_the_same_documents_run_alone(architecture):
 
 
 def test_a_changed_token_changes_nothing_before_it_nor_in_other_documents():
-    model = random_llama(GROUPED)
+    model = random_model("llama", GROUPED)
     input_ids_BT, _ = random_batch(GROUPED.vocab_size)
     positions_BT, document_ids_BT = packed_documents()
     changed_BT = input_ids_BT.clone()

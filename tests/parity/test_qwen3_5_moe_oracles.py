@@ -6,34 +6,29 @@ of the reference and of documents alone.
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields, replace
-from typing import Any, cast
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from models.qwen3_5_moe.architecture import Qwen3_5MoeArchitecture, find_architecture_faults
+from models.qwen3_5_moe.architecture import Qwen3_5MoeArchitecture
 from models.qwen3_5_moe.model import build_qwen3_5_moe
-from models.reference.moe import ReferenceMoEConfig
-from models.reference.qwen3_5 import ReferenceHybridConfig, ReferenceHybridDecoder
 from tests.parity.oracles import (
-    BATCH,
-    TOKENS,
+    assert_equals_hugging_face,
+    assert_equals_reference,
     assert_same_gradients,
-    mean_loss,
+    hugging_face_of,
     packed_documents,
-    plain_mean_loss,
-    random_batch,
-    randomised,
-    unshifted,
+    random_model,
+    reference_of,
 )
 from torchtrain.kernels.gated_delta_rule import recurrent
 from torchtrain.nn.attention import SDPACore
 from torchtrain.nn.gated_delta_net import GatedDeltaNet, LocalDeltaNetCore
-from torchtrain.nn.rms_norm import ZeroCentredRMSNorm
 from torchtrain.testing.compare import relative_error
-from torchtrain.testing.tolerances import FP32_SCALAR, MODEL_GRADIENT, MODEL_OUTPUT
+from torchtrain.testing.oracles import BATCH, TOKENS, mean_loss, random_batch
+from torchtrain.testing.tolerances import MODEL_OUTPUT
 
 # With the usual 1e-6 under the norms a head that says next to nothing is blown up to full length, its rounding with it:
 # every oracle is then 5e-5 away from its own result in fp64, and from each other.
@@ -59,6 +54,7 @@ BASE = Qwen3_5MoeArchitecture(
     max_position_embeddings=64,
     rope_theta=10_000.0,
 )
+FAMILY = "qwen3_5_moe"
 ARCHITECTURES = {
     "every_third_attends": BASE,
     "attention_first_odd_sizes": replace(
@@ -82,102 +78,21 @@ def _one_thread_fixed_seed():
     torch.manual_seed(0)
 
 
-def random_model(architecture: Qwen3_5MoeArchitecture) -> nn.Module:
-    assert not find_architecture_faults(architecture)
-    model = randomised(build_qwen3_5_moe(architecture))
-    for module in model.modules():
-        if isinstance(module, ZeroCentredRMSNorm):
-            # Drawn around one: a scale of two in every norm would amplify rounding from layer to layer.
-            module.weight.data.sub_(1.0)
-    return model
-
-
-def layer_types(architecture: Qwen3_5MoeArchitecture) -> tuple[str, ...]:
-    layers = range(architecture.num_hidden_layers)
-    return tuple("full_attention" if architecture.attends(layer) else "linear_attention" for layer in layers)
-
-
-def build_reference(architecture: Qwen3_5MoeArchitecture, state_dict: dict) -> nn.Module:
-    values = {**asdict(architecture), "layer_types": layer_types(architecture), "norm_topk_prob": True}
-    values["sparse_layers"] = tuple(range(architecture.num_hidden_layers))
-    configs = []
-    for kind in (ReferenceHybridConfig, ReferenceMoEConfig):
-        known: dict[str, Any] = {field.name: values[field.name] for field in fields(kind)}
-        configs.append(kind(**known))
-    reference = ReferenceHybridDecoder(*configs)
-    reference.load_state_dict(state_dict)
-    return reference
-
-
-def build_hugging_face(architecture: Qwen3_5MoeArchitecture, state_dict: dict) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    values = {**asdict(architecture), "layer_types": list(layer_types(architecture))}
-    rope = {name: values.pop(name) for name in ("rope_theta", "partial_rotary_factor", "mrope_section")}
-    values = {name: value for name, value in values.items() if not name.startswith("router_")}
-    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    config = transformers.Qwen3_5MoeTextConfig(
-        **values, rope_parameters={"rope_type": "default", **rope}, use_cache=False, **plain
-    )
-    oracle = transformers.Qwen3_5MoeForCausalLM(config)
-    oracle.load_state_dict(as_hugging_face(state_dict))
-    return oracle
-
-
-def as_hugging_face(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our names and stacks as Hugging Face has them in memory: gate above up, of all experts."""
-    named: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name.endswith("experts.up_proj"):
-            continue
-        if name.endswith("experts.gate_proj"):
-            up = tensors[name.replace("gate_proj", "up_proj")]
-            named["model." + name.replace("gate_proj", "gate_up_proj")] = torch.cat((tensor, up), dim=1)
-        elif name == "lm_head.weight":
-            named[name] = tensor
-        else:
-            named["model." + name.replace("mlp.router", "mlp.gate")] = tensor
-    return named
-
-
-def assert_equals_hugging_face(model: nn.Module, oracle: nn.Module, positions: Tensor | None = None) -> None:
-    input_ids_BT, labels_BT = random_batch(BASE.vocab_size)
-    logits_BTV = model(input_ids_BT, positions)
-    expected = oracle(input_ids=input_ids_BT, position_ids=positions, labels=unshifted(labels_BT))
-    loss = mean_loss(logits_BTV, labels_BT)
-    loss.backward()
-    expected.loss.backward()
-    assert relative_error(logits_BTV, expected.logits) <= MODEL_OUTPUT
-    assert relative_error(loss, expected.loss) <= FP32_SCALAR
-    actual = as_hugging_face({fqn: cast(Tensor, p.grad) for fqn, p in model.named_parameters()})
-    errors = {fqn: relative_error(actual[fqn], cast(Tensor, p.grad)) for fqn, p in oracle.named_parameters()}
-    assert errors.keys() == actual.keys()
-    assert max(errors.values()) <= MODEL_GRADIENT, errors
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_logits_loss_and_every_gradient_equal_the_reference(name, is_packed):
     architecture = ARCHITECTURES[name]
-    model = random_model(architecture)
-    reference = build_reference(architecture, model.state_dict())
-    input_ids_BT, labels_BT = random_batch(architecture.vocab_size)
+    model = random_model(FAMILY, architecture)
     documents = packed_documents() if is_packed else ()
-
-    logits_BTV, expected_BTV = model(input_ids_BT, *documents), reference(input_ids_BT, *documents)
-    loss, expected_loss = mean_loss(logits_BTV, labels_BT), plain_mean_loss(expected_BTV, labels_BT)
-    loss.backward()
-    expected_loss.backward()
-
-    assert relative_error(logits_BTV, expected_BTV) <= MODEL_OUTPUT
-    assert relative_error(loss, expected_loss) <= FP32_SCALAR
-    assert_same_gradients(model, reference)
+    assert_equals_reference(model, reference_of(FAMILY, architecture, model), *documents)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_logits_loss_and_every_gradient_equal_hugging_face(name):
+    pytest.importorskip("transformers")
     architecture = ARCHITECTURES[name]
-    model = random_model(architecture)
-    assert_equals_hugging_face(model, build_hugging_face(architecture, model.state_dict()))
+    model = random_model(FAMILY, architecture)
+    assert_equals_hugging_face(model, hugging_face_of(FAMILY, architecture, model))
 
 
 TOLD: list[Tensor | None] = []
@@ -198,8 +113,9 @@ class TellingDeltaNet(LocalDeltaNetCore):
 
 def test_positions_on_several_axes_equal_hugging_face_and_reach_no_mask():
     """Multimodal positions turn queries and keys; what keeps documents apart is built from document ids alone."""
-    model = random_model(BASE)
-    oracle = build_hugging_face(BASE, model.state_dict())
+    pytest.importorskip("transformers")
+    model = random_model(FAMILY, BASE)
+    oracle = hugging_face_of(FAMILY, BASE, model)
     positions_ABT = torch.randint(0, 50, (3, BATCH, TOKENS)).sort(dim=-1).values
     TOLD.clear()
     for block in model.blocks():
@@ -218,7 +134,7 @@ def test_positions_on_several_axes_equal_hugging_face_and_reach_no_mask():
 
 
 def test_equal_positions_on_all_axes_are_one_position():
-    model = random_model(BASE)
+    model = random_model(FAMILY, BASE)
     input_ids_BT, _ = random_batch(BASE.vocab_size)
     positions_BT, document_ids_BT = packed_documents()
     one = model(input_ids_BT, positions_BT, document_ids_BT)
@@ -226,7 +142,7 @@ def test_equal_positions_on_all_axes_are_one_position():
 
 
 def test_packed_documents_are_what_they_are_alone():
-    model = random_model(BASE)
+    model = random_model(FAMILY, BASE)
     input_ids_BT, _ = random_batch(BASE.vocab_size)
     positions_BT, document_ids_BT = packed_documents()
     packed_BTV = model(input_ids_BT, positions_BT, document_ids_BT)
@@ -239,7 +155,7 @@ def test_packed_documents_are_what_they_are_alone():
 
 def test_the_chunked_and_the_recurrent_model_have_equal_gradients():
     input_ids_BT, labels_BT = random_batch(BASE.vocab_size)
-    chunked_model = random_model(BASE)
+    chunked_model = random_model(FAMILY, BASE)
     recurrent_model = build_qwen3_5_moe(BASE)
     recurrent_model.load_state_dict(chunked_model.state_dict())
     for module in recurrent_model.modules():

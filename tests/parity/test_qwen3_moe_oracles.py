@@ -6,32 +6,37 @@ token, and in a model of one sparse layer, where the two mean the same, of Huggi
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields, replace
-from typing import Any, cast
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from models.qwen3_moe.architecture import Qwen3MoeArchitecture, find_architecture_faults
-from models.qwen3_moe.model import build_qwen3_moe
-from models.reference.dense import ReferenceConfig
-from models.reference.moe import ReferenceMoE, ReferenceMoEConfig, build_reference_moe
+from models.qwen3_moe.architecture import Qwen3MoeArchitecture
+from models.reference.moe import ReferenceMoE
 from tests.parity.oracles import (
-    BATCH,
-    TOKENS,
+    assert_equals_hugging_face,
+    assert_equals_reference,
+    assert_hugging_face_gradients,
     assert_same_gradients,
-    mean_loss,
+    hugging_face_of,
     packed_documents,
-    plain_mean_loss,
-    random_batch,
-    randomised,
-    unshifted,
+    random_model,
+    reference_of,
 )
 from torchtrain.losses.cross_entropy import IGNORE_INDEX
 from torchtrain.nn.routing import set_auxiliary_loss_factor
 from torchtrain.testing.compare import relative_error
-from torchtrain.testing.tolerances import FP32_SCALAR, MODEL_GRADIENT, MODEL_OUTPUT
+from torchtrain.testing.oracles import (
+    BATCH,
+    TOKENS,
+    as_hugging_face,
+    gradients,
+    mean_loss,
+    plain_mean_loss,
+    random_batch,
+    unshifted,
+)
+from torchtrain.testing.tolerances import MODEL_GRADIENT, MODEL_OUTPUT
 
 BASE = Qwen3MoeArchitecture(
     vocab_size=96,
@@ -56,6 +61,7 @@ ARCHITECTURES = {
     ),
     "all_experts": replace(BASE, num_experts=3, num_experts_per_tok=3, norm_topk_prob=False),
 }
+FAMILY = "qwen3_moe"
 SHARED = replace(BASE, shared_expert_intermediate_size=32)
 
 
@@ -65,103 +71,26 @@ def _one_thread_fixed_seed():
     torch.manual_seed(0)
 
 
-def random_model(architecture: Qwen3MoeArchitecture) -> nn.Module:
-    assert not find_architecture_faults(architecture)
-    return randomised(build_qwen3_moe(architecture))
-
-
-def build_reference(architecture: Qwen3MoeArchitecture, state_dict: dict) -> nn.Module:
-    layers = tuple(layer for layer in range(architecture.num_hidden_layers) if architecture.has_experts(layer))
-    values = {**asdict(architecture), "rope_scaling": None, "has_qk_norm": True, "sparse_layers": layers}
-    configs = []
-    for kind in (ReferenceConfig, ReferenceMoEConfig):
-        known: dict[str, Any] = {field.name: values[field.name] for field in fields(kind)}
-        configs.append(kind(**known))
-    reference = build_reference_moe(*configs)
-    reference.load_state_dict(state_dict)
-    return reference
-
-
-def build_hugging_face(architecture: Qwen3MoeArchitecture, state_dict: dict) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    values = {name: value for name, value in asdict(architecture).items() if not name.startswith("shared_expert")}
-    values["mlp_only_layers"] = list(architecture.mlp_only_layers)
-    rope_parameters = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
-    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    config = transformers.Qwen3MoeConfig(**values, rope_parameters=rope_parameters, **plain)
-    oracle = transformers.Qwen3MoeForCausalLM(config)
-    oracle.load_state_dict(as_hugging_face(state_dict))
-    return oracle
-
-
-def as_hugging_face(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our names and stacks as Hugging Face has them in memory: gate above up, of all experts."""
-    named: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name.endswith("experts.up_proj"):
-            continue
-        if name.endswith("experts.gate_proj"):
-            up = tensors[name.replace("gate_proj", "up_proj")]
-            named["model." + name.replace("gate_proj", "gate_up_proj")] = torch.cat((tensor, up), dim=1)
-        elif name == "lm_head.weight":
-            named[name] = tensor
-        else:
-            named["model." + name.replace("mlp.router", "mlp.gate")] = tensor
-    return named
-
-
-def own_gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {fqn: cast(Tensor, parameter.grad) for fqn, parameter in model.named_parameters()}
-
-
-def assert_hugging_face_gradients(model: nn.Module, oracle: nn.Module) -> None:
-    actual = as_hugging_face(own_gradients(model))
-    errors = {fqn: relative_error(actual[fqn], cast(Tensor, p.grad)) for fqn, p in oracle.named_parameters()}
-    assert errors.keys() == actual.keys()
-    assert max(errors.values()) <= MODEL_GRADIENT, errors
-
-
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "shared_expert"])
 def test_logits_loss_and_every_gradient_equal_the_reference(name):
     architecture = ARCHITECTURES.get(name, SHARED)
-    model = random_model(architecture)
-    reference = build_reference(architecture, model.state_dict())
-    input_ids_BT, labels_BT = random_batch(architecture.vocab_size)
-    documents = packed_documents()
-
-    logits_BTV, expected_BTV = model(input_ids_BT, *documents), reference(input_ids_BT, *documents)
-    loss, expected_loss = mean_loss(logits_BTV, labels_BT), plain_mean_loss(expected_BTV, labels_BT)
-    loss.backward()
-    expected_loss.backward()
-
-    assert relative_error(logits_BTV, expected_BTV) <= MODEL_OUTPUT
-    assert relative_error(loss, expected_loss) <= FP32_SCALAR
-    assert_same_gradients(model, reference)
+    model = random_model(FAMILY, architecture)
+    assert_equals_reference(model, reference_of(FAMILY, architecture, model), *packed_documents())
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_logits_loss_and_every_gradient_equal_hugging_face(name):
+    pytest.importorskip("transformers")
     architecture = ARCHITECTURES[name]
-    model = random_model(architecture)
-    oracle = build_hugging_face(architecture, model.state_dict())
-    input_ids_BT, labels_BT = random_batch(architecture.vocab_size)
-
-    logits_BTV = model(input_ids_BT)
-    expected = oracle(input_ids=input_ids_BT, labels=unshifted(labels_BT))
-    loss = mean_loss(logits_BTV, labels_BT)
-    loss.backward()
-    expected.loss.backward()
-
-    assert relative_error(logits_BTV, expected.logits) <= MODEL_OUTPUT
-    assert relative_error(loss, expected.loss) <= FP32_SCALAR
-    assert_hugging_face_gradients(model, oracle)
+    model = random_model(FAMILY, architecture)
+    assert_equals_hugging_face(model, hugging_face_of(FAMILY, architecture, model))
 
 
 @pytest.mark.parametrize("scope", ["sequence", "batch"])
 def test_balance_losses_equal_their_sums_token_by_token(scope):
     architecture = replace(BASE, router_aux_loss_coef=0.7, router_z_loss_coef=0.3, router_aux_loss_scope=scope)
-    model = random_model(architecture)
-    reference = build_reference(architecture, model.state_dict())
+    model = random_model(FAMILY, architecture)
+    reference = reference_of(FAMILY, architecture, model)
     input_ids_BT, labels_BT = random_batch(architecture.vocab_size)
     factor = 1.0 / int((labels_BT != IGNORE_INDEX).sum())
 
@@ -179,8 +108,9 @@ def test_balance_losses_equal_their_sums_token_by_token(scope):
 
 def test_the_auxiliary_loss_of_one_sparse_layer_equals_hugging_face():
     architecture = replace(BASE, mlp_only_layers=(0,), router_aux_loss_coef=0.7, router_aux_loss_scope="batch")
-    model = random_model(architecture)
-    oracle = build_hugging_face(architecture, model.state_dict())
+    pytest.importorskip("transformers")
+    model = random_model(FAMILY, architecture)
+    oracle = hugging_face_of(FAMILY, architecture, model)
     input_ids_BT, labels_BT = random_batch(architecture.vocab_size)
 
     set_auxiliary_loss_factor(model, 1.0 / (BATCH * TOKENS))
@@ -202,7 +132,7 @@ def test_a_layer_with_a_shared_expert_equals_hugging_face():
         norm_topk_prob=SHARED.norm_topk_prob,
         experts_implementation="eager",
     )
-    layer, oracle = random_model(SHARED).get_submodule("layers.0.mlp"), modeling.Qwen2MoeSparseMoeBlock(config)
+    layer, oracle = random_model(FAMILY, SHARED).get_submodule("layers.0.mlp"), modeling.Qwen2MoeSparseMoeBlock(config)
     names = {f"mlp.{fqn}": tensor for fqn, tensor in layer.state_dict().items()}
     oracle.load_state_dict({fqn.removeprefix("model.mlp."): w for fqn, w in as_hugging_face(names).items()})
     x_BTD = torch.randn(2, 9, SHARED.hidden_size)
@@ -212,6 +142,6 @@ def test_a_layer_with_a_shared_expert_equals_hugging_face():
         result.square().sum().backward()
 
     assert relative_error(y_BTD, expected_BTD) <= MODEL_OUTPUT
-    actual = as_hugging_face({f"mlp.{fqn}": tensor for fqn, tensor in own_gradients(layer).items()})
+    actual = as_hugging_face({f"mlp.{fqn}": tensor for fqn, tensor in gradients(layer).items()})
     errors = {fqn: relative_error(actual[f"model.mlp.{fqn}"], p.grad) for fqn, p in oracle.named_parameters()}
     assert max(errors.values()) <= MODEL_GRADIENT, errors

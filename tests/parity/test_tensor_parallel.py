@@ -29,6 +29,12 @@ BIASED = (
     "num_attention_heads: 2, num_key_value_heads: 2, head_dim: 10, tie_word_embeddings: true, attention_bias: true}",
     "optimizer.eps=1e-4",
 )
+QWEN2 = (
+    "model.name=qwen2",
+    "model.overrides={vocab_size: 101, hidden_size: 30, intermediate_size: 38, num_hidden_layers: 2, "
+    "num_attention_heads: 2, num_key_value_heads: 2, head_dim: 10, tie_word_embeddings: true}",
+    "optimizer.eps=1e-4",
+)
 TP = "accelerator.tp_size=2"
 SP = "accelerator.sequence_parallel=true"
 LP = "accelerator.loss_parallel=true"
@@ -42,6 +48,7 @@ CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "tp2_lp_tied": (2, BIASED, (TP, LP, "training.loss_chunk_size=7")),
     "tp2_sp_lp": (2, (GROUPED,), (TP, SP, LP, "training.loss_chunk_size=1000")),
     "fsdp2_tp2_tied": (4, BIASED, (SHARD_2, TP)),
+    "fsdp2_tp2_qwen2": (4, QWEN2, (SHARD_2, TP, SP)),
     "fsdp2_tp2_sp_sync_every": (4, (GROUPED,), (SHARD_2, TP, SP, MICRO_2)),
     "fsdp2_tp2_sp_lp_sync_last": (4, BIASED, (SHARD_2, TP, SP, LP, MICRO_2, SYNC_LAST)),
     "replicate2_tp2_sp_lp": (4, (GROUPED,), (TP, SP, LP, MICRO_2, "training.loss_chunk_size=5")),

@@ -67,6 +67,9 @@ class AttentionConfig:
     num_key_value_heads: int
     head_dim: int
     attention_bias: bool = False
+    """On all four projections."""
+    has_qkv_bias: bool = False
+    """On the three that project in, whatever ``attention_bias`` says."""
     qk_norm_eps: float | None = None
     """Normalise each query and key head before rotation; ``None`` leaves them as they are."""
     qk_norm: type[RMSNorm] = RMSNorm
@@ -93,9 +96,10 @@ class Attention(nn.Module):
         key_value_size = config.num_key_value_heads * config.head_dim
         self.has_output_gate = config.has_output_gate
         width = 2 * query_size if config.has_output_gate else query_size
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=config.attention_bias)
+        has_qkv_bias = config.attention_bias or config.has_qkv_bias
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=has_qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=has_qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=has_qkv_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
         self.q_norm, self.k_norm = None, None
         if config.qk_norm_eps is not None:

@@ -12,7 +12,7 @@ from models.llama.architecture import PRESETS as LLAMAS
 from models.registry import load_spec, resolve_architecture
 from torchtrain.hugging_face.model_config import compare_config, find_export_faults, read_fields, write_config
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_5_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_moe")
 
 
 def format_of(family):

@@ -1,0 +1,1 @@
+"""The Qwen2 family: Llama's parts with biases on queries, keys and values."""
