@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from models.registry import load_spec, resolve_architecture
-from tests.parity.harness import MODEL, make_global_batch, split_batch, whole_tensor
+from tests.parity.harness import MODEL, make_global_batch
 from torchtrain.config.load import load_job
 from torchtrain.distributed.fsdp2.manager import FSDP2Manager
 from torchtrain.distributed.fsdp2.shared_parameters import held_by_root
@@ -22,6 +22,7 @@ from torchtrain.errors import ConfigError
 from torchtrain.tasks.pretrain import PretrainTask
 from torchtrain.testing.compare import relative_error
 from torchtrain.testing.ranks import run_ranks
+from torchtrain.testing.shares import split_batch, whole_tensor
 from torchtrain.testing.tolerances import FP32_TENSOR
 from torchtrain.trainer.run import Run, build_model
 
@@ -77,8 +78,8 @@ class TwiceUsed(nn.Module):
         model.layers["1"].extra_head = nn.Linear(30, 101, bias=False)
         model.get_submodule(second).weight = model.get_submodule(first).weight
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.model(*inputs)
+    def forward(self, **arguments: Tensor) -> Tensor:
+        return self.model(**arguments)
 
 
 def gradients_with_a_matrix_used_twice(first: str, second: str, is_sharded: bool) -> tuple[dict[str, Tensor], bool]:
