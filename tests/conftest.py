@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import pytest
 
+from tests.extended_rows import EXTENDED
 from torchtrain.testing.ranks import preload
 
 preload("tests.parity.harness", "models.llama.spec", "models.qwen2.spec", "models.qwen3.spec", "models.qwen3_moe.spec")
@@ -11,6 +14,18 @@ preload("tests.parity.harness", "models.llama.spec", "models.qwen2.spec", "model
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--random-jobs", type=int, default=25, help="legal jobs drawn and held against one rank")
+    parser.addoption("--extended", action="store_true", help="also run the rows of tests/extended_rows.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--extended"):
+        return
+    kept, extended = [], []
+    for item in items:
+        is_extended = any(fnmatchcase(item.nodeid, pattern) for pattern in EXTENDED)
+        (extended if is_extended else kept).append(item)
+    config.hook.pytest_deselected(items=extended)
+    items[:] = kept
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from models.registry import load_spec, resolve_architecture
 from tests.distributed.hugging_face_runs import fixed_tokens
 from torchtrain.checkpoint.hf_folder import SliceReader, open_folder
-from torchtrain.hugging_face.model_config import read_fields
+from torchtrain.hugging_face.model_config import read_overrides
 from torchtrain.hugging_face.weight_map import whole_box
 
 # Odd sizes where tensor parallelism lets them be: of two ranks one gets more rows of the vocabulary.
@@ -95,9 +95,8 @@ def logits_of(model: nn.Module, vocab_size: int = SIZES["vocab_size"]) -> torch.
 def job_overrides(kind: str, folder: Path) -> tuple[str, ...]:
     """Words of a job whose architecture is what the folder's config says."""
     family = family_of(kind)
-    fields = read_fields(open_folder(folder).config, load_spec(family).hugging_face.config)
     known = vars(resolve_architecture(family, "debug", {}))
-    overrides = json.dumps({name: value for name, value in fields.items() if name in known and value is not None})
+    overrides = json.dumps(read_overrides(open_folder(folder).config, load_spec(family).hugging_face.config, known))
     return (
         f"model.name={family}",
         f"model.overrides={overrides}",

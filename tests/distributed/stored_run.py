@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models.registry import load_spec, resolve_architecture
-from tests.parity.harness import MODEL, build_train_step, make_global_batch, split_batch, whole_tensor
+from tests.parity.harness import MODEL, build_train_step, make_global_batch
 from torchtrain.checkpoint.checkpointer import Checkpointer
 from torchtrain.checkpoint.training_state import view_training_state
 from torchtrain.config.load import load_job
@@ -21,6 +21,7 @@ from torchtrain.config.observation import CheckpointConfig
 from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.topology import Topology
 from torchtrain.optim.build import build_optimizer
+from torchtrain.testing.shares import split_batch, whole_tensor
 from torchtrain.trainer.run import Run, build_model
 
 

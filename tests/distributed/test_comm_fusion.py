@@ -11,12 +11,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 from models.registry import load_spec, resolve_architecture
-from tests.parity.harness import MODEL, Outcome, make_global_batch, split_batch, train_on_this_rank
+from tests.parity.harness import MODEL, Outcome, make_global_batch, train_on_this_rank
 from torchtrain.config.load import load_job
 from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.topology import Topology
 from torchtrain.tasks.pretrain import PretrainTask
 from torchtrain.testing.ranks import run_ranks
+from torchtrain.testing.shares import split_batch
 from torchtrain.trainer.run import Run, build_model
 
 FUSIONS = {

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from models.registry import load_spec, resolve_architecture
 from tests.end_to_end.launch import metrics, train
-from tests.parity.harness import MODEL, build_train_step, make_global_batch, split_batch
+from tests.parity.harness import MODEL, build_train_step, make_global_batch
 from torchtrain.config.load import load_job
 from torchtrain.distributed.comm_trace import CommTrace
 from torchtrain.distributed.comm_volume import CommVolume, plan_comm_volume
@@ -25,6 +25,7 @@ from torchtrain.distributed.topology import Topology
 from torchtrain.metrics.jsonl import read_jsonl
 from torchtrain.optim.build import build_optimizer
 from torchtrain.testing.ranks import run_ranks
+from torchtrain.testing.shares import split_batch
 from torchtrain.trainer.run import Run, build_model
 
 Records = list[dict[str, Any]]

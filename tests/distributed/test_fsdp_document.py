@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from models.registry import load_spec, resolve_architecture
-from tests.parity.harness import MODEL, make_global_batch, split_batch
+from tests.parity.harness import MODEL, make_global_batch
 from torchtrain.config.load import load_job
 from torchtrain.distributed.fsdp2.accumulation import set_micro_batch_policy
 from torchtrain.distributed.fsdp2.manager import FSDP2Manager
@@ -22,6 +22,7 @@ from torchtrain.distributed.topology import Topology
 from torchtrain.nn.decoder_block import DecoderBlock
 from torchtrain.tasks.pretrain import PretrainTask
 from torchtrain.testing.ranks import run_ranks
+from torchtrain.testing.shares import split_batch
 from torchtrain.trainer.run import Run, build_model
 
 

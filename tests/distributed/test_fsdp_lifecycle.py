@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from models.registry import load_spec, resolve_architecture
-from tests.parity.harness import MODEL, make_global_batch, split_batch
+from tests.parity.harness import MODEL, make_global_batch
 from torchtrain.config.load import load_job
 from torchtrain.distributed.fsdp2.accumulation import set_micro_batch_policy
 from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.topology import Topology
 from torchtrain.tasks.pretrain import PretrainTask
 from torchtrain.testing.ranks import run_ranks
+from torchtrain.testing.shares import split_batch
 from torchtrain.trainer.run import Run, build_model
 
 NUM_LAYERS = 4

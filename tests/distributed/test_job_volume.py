@@ -9,7 +9,7 @@ import torch.distributed as dist
 from models.llama.parallelize import TENSOR_PARALLEL_TABLE
 from models.registry import load_spec, resolve_architecture
 from tests.distributed.test_comm_trace import Collected, Records, Volumes, collectives
-from tests.parity.harness import MODEL, build_train_step, make_global_batch, split_batch
+from tests.parity.harness import MODEL, build_train_step, make_global_batch
 from torchtrain.config.load import load_job
 from torchtrain.distributed.comm_trace import CommTrace
 from torchtrain.distributed.job_volume import plan_job_volume
@@ -17,6 +17,7 @@ from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.topology import Topology
 from torchtrain.optim.build import build_optimizer
 from torchtrain.testing.ranks import run_ranks
+from torchtrain.testing.shares import split_batch
 from torchtrain.trainer.run import Run, build_model
 
 # A vocabulary, and norms after tp and FSDP, that do not divide: ranks differ.

@@ -12,12 +12,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.registry import load_spec, resolve_architecture
-from tests.parity.harness import MODEL, make_global_batch, split_batch
+from tests.parity.harness import MODEL, make_global_batch
 from torchtrain.config.load import load_job
 from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.topology import Topology
 from torchtrain.nn.decoder_block import DecoderBlock
 from torchtrain.testing.ranks import run_ranks
+from torchtrain.testing.shares import split_batch
 from torchtrain.trainer.run import Run, build_model
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

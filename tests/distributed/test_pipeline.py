@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from models.registry import load_spec, resolve_architecture
 from tests.distributed.stored_run import StoredRun
 from tests.distributed.test_comm_trace import Collected, collectives, measured, predicted
-from tests.parity.harness import MODEL, build_train_step, make_global_batch, split_batch, whole_tensor
+from tests.parity.harness import MODEL, build_train_step, make_global_batch
 from tests.parity.test_pipeline import MODEL as FIVE_LAYERS
 from tests.parity.test_pipeline import ONE_BY_ONE, PP_2
 from torchtrain.config.load import load_job
@@ -35,6 +35,7 @@ from torchtrain.optim.build import build_optimizer
 from torchtrain.tasks.pretrain import PretrainTask
 from torchtrain.testing.compare import relative_error
 from torchtrain.testing.ranks import run_ranks
+from torchtrain.testing.shares import split_batch, whole_tensor
 from torchtrain.testing.tolerances import EXACT, FP32_SCALAR, FP32_TENSOR
 from torchtrain.trainer.evaluation import evaluate
 from torchtrain.trainer.forward_backward import build_forward_backward

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.registry import load_spec, resolve_architecture
 from tests.distributed.stored_run import StoredRun
-from tests.parity.harness import MODEL, build_train_step, make_global_batch, split_batch, whole_tensor
+from tests.parity.harness import MODEL, build_train_step, make_global_batch
 from tests.parity.test_tensor_parallel import BIASED, GROUPED, LP, SHARD_2, SP, TP
 from torchtrain.config.load import load_job
 from torchtrain.distributed.meshes import build_meshes
@@ -28,6 +28,7 @@ from torchtrain.optim.build import build_optimizer
 from torchtrain.tasks.pretrain import PretrainTask
 from torchtrain.testing.compare import relative_error
 from torchtrain.testing.ranks import run_ranks
+from torchtrain.testing.shares import split_batch, whole_tensor
 from torchtrain.testing.tolerances import FP32_SCALAR, FP32_TENSOR, MODEL_OUTPUT
 from torchtrain.trainer.forward_backward import build_forward_backward
 from torchtrain.trainer.precision import ComputePrecision

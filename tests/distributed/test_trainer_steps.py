@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from models.registry import load_spec, resolve_architecture
-from tests.parity.harness import MODEL, build_train_step, make_global_batch, split_batch
+from tests.parity.harness import MODEL, build_train_step, make_global_batch
 from torchtrain.checkpoint.checkpointer import Checkpointer
 from torchtrain.config.job import Job
 from torchtrain.config.load import load_job
@@ -29,6 +29,7 @@ from torchtrain.profiling import Profiler
 from torchtrain.runtime.garbage import GarbageSchedule
 from torchtrain.runtime.signals import StopSignal
 from torchtrain.testing.ranks import run_ranks
+from torchtrain.testing.shares import split_batch
 from torchtrain.trainer.run import Run, build_model
 from torchtrain.trainer.step import TrainStep
 from torchtrain.trainer.trainer import Instruments, Trainer

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from models.registry import load_spec, resolve_architecture
 from torchtrain.config.job import Job
@@ -23,6 +21,7 @@ from torchtrain.optim.build import build_optimizer
 from torchtrain.optim.loss_scaler import LossScaler
 from torchtrain.tasks.pretrain import PretrainTask
 from torchtrain.testing.ranks import run_ranks
+from torchtrain.testing.shares import split_batch, whole_gradients, whole_tensor
 from torchtrain.trainer.forward_backward import build_forward_backward
 from torchtrain.trainer.precision import ComputePrecision
 from torchtrain.trainer.run import RankModel, Run, build_model
@@ -158,33 +157,3 @@ def make_global_batch(step: int, num_sequences: int, seq_len: int, *, document_a
         document_ids_BT=documents.int() if document_aware else None,
         source_ids_B=torch.zeros(num_sequences, dtype=torch.long),
     )
-
-
-def split_batch(whole: Batch, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[Batch]:
-    """This rank's contiguous share of a global batch, cut into micro-batches."""
-    share = whole.input_ids_BT.shape[0] // dp_size
-    assert share % micro_batch_size == 0, (
-        f"{share} sequences a rank do not split into micro-batches of {micro_batch_size}"
-    )
-    starts = range(dp_rank * share, (dp_rank + 1) * share, micro_batch_size)
-    return [_rows(whole, slice(start, start + micro_batch_size)) for start in starts]
-
-
-def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Every gradient of the model, gathered.
-
-    Collective: all ranks.
-    """
-    return {
-        fqn: whole_tensor(parameter.grad) for fqn, parameter in model.named_parameters() if parameter.grad is not None
-    }
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """A tensor's global value, as a copy."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
-def _rows(whole: Batch, rows: slice) -> Batch:
-    fields: dict[str, Any] = {name: None if value is None else value[rows] for name, value in vars(whole).items()}
-    return Batch(**fields)

@@ -115,6 +115,18 @@ def read_fields(config: Mapping[str, Any], config_format: ConfigFormat) -> dict[
     return fields
 
 
+def read_overrides(config: Mapping[str, Any], config_format: ConfigFormat, known: Collection[str]) -> dict[str, Any]:
+    """Say what a ``config.json`` says as a job's ``model.overrides``, whatever the preset.
+
+    Args:
+        config: The file's content.
+        config_format: The family's.
+        known: Fields of the family's architecture.
+    """
+    fields = read_fields(config, config_format)
+    return {name: value for name, value in fields.items() if name in known and value is not None}
+
+
 def write_config(
     architecture: Any, config_format: ConfigFormat, *, dtype: str, source: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:

@@ -1,0 +1,27 @@
+"""Hold a Qwen3 with experts against Hugging Face and the reference; options and exit codes stand in ``compare``."""
+
+from __future__ import annotations
+
+import sys
+
+from compare import main
+
+from models.qwen3_moe.architecture import Qwen3MoeArchitecture
+
+SMALL = Qwen3MoeArchitecture(
+    vocab_size=101,
+    hidden_size=40,
+    intermediate_size=52,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=64,
+    rope_theta=10_000.0,
+    moe_intermediate_size=24,
+    num_experts=4,
+    num_experts_per_tok=2,
+)
+
+if __name__ == "__main__":
+    sys.exit(main("qwen3_moe", SMALL))

@@ -1,0 +1,81 @@
+"""The parity scripts: a family that agrees with its oracles, one that does not, and words that mean no topology."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.registry import FAMILIES
+from torchtrain.nn.rope import RotaryTable
+
+SCRIPTS = Path(__file__).parents[3] / "scripts" / "parity"
+
+
+@pytest.fixture
+def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run a family's script in this process; returns its exit code and what it printed."""
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(SCRIPTS)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def run(family: str, *words: str) -> tuple[object, str]:
+        monkeypatch.setattr(sys, "argv", [f"{family}.py", *words])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(SCRIPTS / f"{family}.py"), run_name="__main__")
+        told = capsys.readouterr()
+        return caught.value.code, told.out + told.err
+
+    yield run
+    torch.set_num_threads(num_threads)
+
+
+def test_every_family_has_a_script():
+    assert {path.stem for path in SCRIPTS.glob("*.py")} == {*FAMILIES, "compare"}
+
+
+def test_a_family_that_agrees_with_both_oracles_ends_with_0(run_script):
+    code, told = run_script("qwen2", "--rows", "99")
+    assert code == 0
+    # Logits, loss and 26 gradients (one for tied weights), against two oracles.
+    assert "56 compared" in told
+    assert "0 over" in told
+    assert "OVER" not in told
+
+
+def test_a_planted_fault_is_shown_worst_first_and_ends_with_1(run_script, monkeypatch):
+    monkeypatch.setattr(RotaryTable, "rotate", lambda self, x_BTNH: x_BTNH)
+    code, told = run_script("qwen2")
+    assert code == 1
+    assert "OVER" in told
+    errors = [float(found) for found in re.findall(r"│ ([\d.]+e[+-]\d\d) +│", told)]
+    tolerances = [float(found) for found in re.findall(r"│ (\de-\d\d) +│", told)]
+    multiples = [error / tolerance for error, tolerance in zip(errors, tolerances, strict=True)]
+    assert len(multiples) == 20
+    # As far as the printed digits tell.
+    assert all(first > 0.98 * second for first, second in pairwise(multiples))
+
+
+def test_ranks_of_a_topology_agree_too(run_script):
+    code, told = run_script("llama", "--topology", "fsdp2", "--rows", "1")
+    assert (code, "0 over" in told) == (0, True), told
+
+
+@pytest.mark.parametrize("topology", ["fdsp2", "fsdp2xfsdp2", "tp0", "fsdp2tp2", ""])
+def test_words_that_mean_no_topology_are_refused(run_script, topology):
+    code, told = run_script("llama", "--topology", topology)
+    assert code == 2
+    assert "--topology" in told
+
+
+def test_what_a_family_cannot_do_is_refused_before_anything_is_computed(run_script):
+    code, told = run_script("qwen3_5_moe", "--topology", "fsdp2,tp2")
+    assert code == 2
+    assert "gated delta nets are not split" in told
+    assert "compared" not in told
