@@ -67,7 +67,12 @@ def test_a_state_travels_through_every_topology_and_back_bit_for_bit(tmp_path: P
 def count_steps(overrides: tuple[str, ...], folder: Path, resume: str | None) -> dict[str, int]:
     """Train with an optimizer that keeps plain numbers; returns them by fqn."""
     target = "tests.distributed.test_checkpoint_topology.CountingSGD"
-    optimizer = (f"optimizer._target_={target}", "trusted_targets=[tests]", "optimizer.fused=null")
+    optimizer = (
+        f"optimizer._target_={target}",
+        "trusted_targets=[tests]",
+        "optimizer.fused=null",
+        "optimizer.eps=1e-8",
+    )
     run = StoredRun(*MODEL, *optimizer, *overrides, folder=folder, resume=resume)
     if resume is None:
         run.train(NUM_STEPS)
