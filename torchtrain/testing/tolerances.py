@@ -12,7 +12,7 @@ the order of sums across ranks, measured at 1e-7 to 1e-6."""
 FP32_TENSOR = 1e-4
 """One gradient or weight tensor in fp32: small tensors at the end of a deep backward amplify the order of sums, and
 AdamW divides by the root of a moment that may be as small as the rounding. In 30 layers of published weights
-(SmolLM2-135M) gradients are up to 7e-5 away from fp64, in Hugging Face's fp32 as in ours, and 1.5e-5 from each other."""
+(SmolLM2-135M) gradients are up to 7e-5 away from fp64, in Hugging Face's fp32 as in ours, 1.5e-5 from each other."""
 
 BF16_SCALAR = 1e-2
 """Loss and gradient norm with bf16 compute: 8 bits of mantissa are 4e-3 a rounding, part of which averages out."""
