@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from torchtrain.nn.load_balance import LoadReport
+if TYPE_CHECKING:  # it imports torch
+    from torchtrain.nn.load_balance import LoadReport
 
 
 @dataclass(frozen=True, kw_only=True)
