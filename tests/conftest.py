@@ -20,12 +20,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--extended"):
         return
-    kept, extended = [], []
-    for item in items:
-        is_extended = any(fnmatchcase(item.nodeid, pattern) for pattern in EXTENDED)
-        (extended if is_extended else kept).append(item)
+    chosen = {pattern: [item for item in items if fnmatchcase(item.nodeid, pattern)] for pattern in EXTENDED}
+    idle = [pattern for pattern, matches in chosen.items() if not matches]
+    if idle and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        raise pytest.UsageError(f"tests/extended_rows.py names no test with {', '.join(idle)}")
+    extended = [item for matches in chosen.values() for item in matches]
     config.hook.pytest_deselected(items=extended)
-    items[:] = kept
+    items[:] = [item for item in items if item not in extended]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
