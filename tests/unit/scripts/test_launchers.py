@@ -21,13 +21,13 @@ import os, signal, sys, time
 rank = int(os.environ["RANK"])
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
-print("ready", flush=True)
+os.write(1, b"ready\\n")  # one write: print sends a line and its end apart, and another rank's may come between
 if len(sys.argv) > 1:
     sys.exit(int(sys.argv[1 + rank]))
 while not stopped:
     time.sleep(0.02)
 time.sleep(0.5 * rank)
-print("saved", flush=True)
+os.write(1, b"saved\\n")
 sys.exit(143)
 """
 
@@ -75,10 +75,10 @@ def test_the_launcher_returns_its_workers_exit_code(worker: Path, codes: list[st
 def test_sigterm_reaches_every_worker_and_waits_for_its_checkpoint(worker: Path) -> None:
     command = [sys.executable, LAUNCHER, "--nproc-per-node=2", worker]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=launcher_environment()) as launched:
-        for _ in range(2):
-            assert launched.stdout.readline() == "ready\n"
+        ready = [launched.stdout.readline() for _ in range(2)]
         launched.send_signal(signal.SIGTERM)
         said, _ = launched.communicate(timeout=60)
+    assert ready == ["ready\n"] * 2
     assert said == "saved\nsaved\n"
     assert launched.returncode == 143
 
