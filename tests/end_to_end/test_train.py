@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -355,16 +354,3 @@ def test_what_the_model_refuses_is_said_once_for_all_ranks(tmp_path: Path) -> No
     assert codes == [2, 2], said
     assert said.count("must match a parameter of the model") == 1
     assert not (tmp_path / "run").exists()
-
-
-def test_a_wrong_job_answers_in_a_second() -> None:
-    started = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-m", "torchtrain", "config", "--training.steps=0"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 2
-    # Generous: what must not happen is the import of torch, which takes several times this on the same machine.
-    assert time.monotonic() - started < 10
