@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from models.registry import load_spec, resolve_architecture
 from torchtrain.checkpoint import layout
 from torchtrain.checkpoint.hf_export import Share, SideFiles, export_weights, find_tokenizer_files
-from torchtrain.checkpoint.hf_folder import SliceReader, open_folder
+from torchtrain.checkpoint.hf_folder import SliceReader, config_file_of, open_folder, read_config
 from torchtrain.checkpoint.hf_import import ModelNames, load_weights, plan_import, read_model_names, refuse_incomplete
 from torchtrain.checkpoint.safe_reader import SafeFileSystemReader, read_metadata
 from torchtrain.checkpoint.training_state import MAIN_PREFIX
@@ -120,8 +120,8 @@ def convert_to_hf(
     source = CheckpointWeights(checkpoint, model.names, prefers_mains=dtype == "float32")
     first = next(iter(source.shares.values()))
     config_source = None
-    if model.hf_path is not None and model.hf_path.exists():
-        config_source = open_folder(model.hf_path).config
+    if model.hf_path is not None and config_file_of(model.hf_path).is_file():
+        config_source = read_config(model.hf_path)
     config = write_config(
         model.architecture,
         model.spec.hugging_face.config,

@@ -63,6 +63,30 @@ def test_offline_conversion_gives_what_the_run_exported_and_goes_back_bit_for_bi
     assert "must be named as a checkpoint is" in capsys.readouterr().err
 
 
+def test_a_resumed_run_needs_no_weights_but_those_of_its_checkpoint(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(finished / "run" / "hugging_face", folder)
+    words = (f"model.hf_path={folder}", "checkpoint.interval=2", "checkpoint.export_hf=true")
+    codes, said = train(tmp_path, *words)
+    assert codes == [0], said
+    unbroken, exported = losses(tmp_path), tmp_path / "run" / "hugging_face"
+    expected = stored_tensors(exported)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000004")
+    shutil.rmtree(exported)
+    shutil.rmtree(folder)
+    codes, said = train(tmp_path, *words, "checkpoint.resume=auto")
+    assert codes == [0], said
+    assert f"{folder} is not read" in said
+    assert losses(tmp_path) == unbroken
+    resumed = stored_tensors(exported)
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+    # Nothing to go on with, and nothing to start from.
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    codes, said = train(tmp_path, *words, "checkpoint.resume=auto")
+    assert codes == [2]
+    assert f"{folder}: there is no such file or folder" in said
+
+
 @pytest.mark.parametrize(
     ("fault", "complaint"),
     [

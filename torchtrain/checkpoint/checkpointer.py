@@ -70,6 +70,7 @@ class Checkpointer:
         self._stager = DefaultStager(StagingOptions(False, False, False, False))
         self._pending: Future[None] | None = None
         self._last_step: int | None = None
+        self._has_promised = False
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Save after ``step`` steps; a background save returns once everything is copied.
@@ -123,15 +124,25 @@ class Checkpointer:
                 self._last_step = None
                 raise
 
-    def check_resume(self) -> None:
+    def check_resume(self) -> bool:
         """Refuse a checkpoint that ``checkpoint.resume`` names and that is not whole, before a run is built for it.
+
+        Returns:
+            Whether ``resume`` will bring every weight, so that no other source of them need be read: from now on it
+            does or raises.
 
         Raises:
             CheckpointError: It is missing or damaged.
 
         Collective: the whole world.
         """
-        self._on_rank_0(self._refuse_named)
+
+        def look() -> bool:
+            self._refuse_named()
+            return find_resumable(self._config, self._folder) is not None
+
+        self._has_promised = self._on_rank_0(look)
+        return self._has_promised
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Load the checkpoint that ``checkpoint.resume`` names; ``auto`` is the newest that is usable, if any.
@@ -165,6 +176,8 @@ class Checkpointer:
         if refusal is not None:
             # Starting anew on weights that a failed load may have touched, or beside a foreign run, helps nobody.
             raise refusal
+        if self._has_promised:
+            raise CheckpointError(f"{self._folder}: the checkpoint that this run was to go on from is gone")
         self._begin_run()
         return None
 
@@ -330,6 +343,20 @@ def refuse_damaged(resume: str | None) -> None:
     damage = _find_damage(path)
     if damage is not None:
         raise CheckpointError(f"{damage}; {_suggest_another(path)}")
+
+
+def find_resumable(config: CheckpointConfig, folder: Path) -> Path | None:
+    """Return the checkpoint that a run would load first; ``None`` where it would start anew. Only looks.
+
+    Args:
+        config: Section ``checkpoint``.
+        folder: Where the run's checkpoints lie.
+    """
+    if config.resume is None:
+        return None
+    if config.resume != _AUTO:
+        return Path(config.resume)
+    return next((path for path in layout.list_own_checkpoints(folder) if _find_damage(path) is None), None)
 
 
 def _in_background(action: Callable[[], None]) -> Future[None]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtrain.checkpoint.hf_files import BoxWriter, FilesPlan, create_files, plan_files
-from torchtrain.checkpoint.hf_folder import CONFIG_FILE
+from torchtrain.checkpoint.hf_folder import CONFIG_FILE, config_file_of
 from torchtrain.checkpoint.layout import write_durably
 from torchtrain.distributed.materialize import local_view
 from torchtrain.errors import SaveError
@@ -106,7 +106,7 @@ def find_tokenizer_files(source: Path | None, tokenizer: Path | None) -> dict[st
         source: Folder, or file in the folder, that the weights came from.
         tokenizer: ``tokenizer.path``.
     """
-    folder = None if source is None else source if source.is_dir() else source.parent
+    folder = None if source is None else config_file_of(source).parent
     found = {name: folder / name for name in TOKENIZER_FILES if folder and (folder / name).is_file()}
     if tokenizer is not None and tokenizer.is_file():
         name = "tokenizer.model" if tokenizer.suffix == ".model" else tokenizer.name

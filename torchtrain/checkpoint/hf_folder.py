@@ -55,13 +55,32 @@ def open_folder(path: Path) -> HuggingFaceFolder:
     """
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such file or folder; point model.hf_path to one")
-    config_file = (path.parent if path.is_file() else path) / CONFIG_FILE
-    config = _read_json(config_file)
+    config_file = config_file_of(path)
+    config = read_config(path)
     index_file = path / INDEX_FILE
     if index_file.is_file():
         return HuggingFaceFolder(path, config_file, config, _read_indexed(path, index_file))
     file = path if path.is_file() else _only_file(path)
     return HuggingFaceFolder(path, config_file, config, _read_header(file))
+
+
+def config_file_of(path: Path) -> Path:
+    """Name the config beside the weights, whether anything is there or not.
+
+    Args:
+        path: ``model.hf_path``: a folder, or a safetensors file in it.
+    """
+    is_file = path.is_file() or (path.suffix == ".safetensors" and not path.is_dir())
+    return (path.parent if is_file else path) / CONFIG_FILE
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read the config beside the weights, and nothing else.
+
+    Raises:
+        CheckpointError: It is missing, or no object.
+    """
+    return _read_json(config_file_of(path))
 
 
 def _only_file(folder: Path) -> Path:

@@ -45,7 +45,7 @@ from torchtrain.trainer.export import HUGGING_FACE_FOLDER, export_model
 from torchtrain.trainer.forward_backward import ForwardBackward, build_forward_backward
 from torchtrain.trainer.precision import ComputePrecision
 from torchtrain.trainer.preflight import describe_config_differences
-from torchtrain.trainer.run import RankModel, Run, build_model
+from torchtrain.trainer.run import CHECKPOINTS_FOLDER, RankModel, Run, build_model
 from torchtrain.trainer.sampling import sample
 from torchtrain.trainer.step import TrainStep
 from torchtrain.trainer.trainer import Instruments, Progress, Trainer
@@ -73,14 +73,15 @@ def train(job: Job, topology: Topology, spec: ModelSpec, architecture: Any, laun
     with StopSignal(speaker) as stop_signal, process_group(launch, device, backend, job.accelerator.dist_timeout_s):
         run = Run(job, spec, architecture, build_meshes(topology, device), is_main=launch.rank == 0)
         _announce(run)
-        folder = run.output_dir / "checkpoints"
+        folder = run.output_dir / CHECKPOINTS_FOLDER
         checkpointer = Checkpointer(job.checkpoint, folder, timeout_s=job.accelerator.dist_timeout_s)
-        _refuse_early(run, checkpointer)
+        will_resume = _refuse_early(run, checkpointer)
         # One tokenises and shows its progress: of all where they share a disk, else of each node.
         with in_turns(0 if run.is_main else 1 if launch.local_rank == 0 else 2, num_turns=3):
             tokenizer = build_tokenizer(job.tokenizer)
             dataset = build_dataset(job, tokenizer, vocab_size=architecture.vocab_size, show_progress=run.is_main)
-        return _execute(run, stop_signal, checkpointer=checkpointer, tokenizer=tokenizer, dataset=dataset)
+        model = build_model(run, is_loaded_later=will_resume)
+        return _execute(run, stop_signal, model, checkpointer=checkpointer, tokenizer=tokenizer, dataset=dataset)
 
 
 def _announce(run: Run) -> None:
@@ -98,18 +99,27 @@ def _announce(run: Run) -> None:
         (run.output_dir / "job.yaml").write_text(dump_job(run.job), encoding="utf-8")
 
 
-def _refuse_early(run: Run, checkpointer: Checkpointer) -> None:
-    """Refuse what can be known to be wrong before minutes go into the data and the weights; more in ``preflight``."""
+def _refuse_early(run: Run, checkpointer: Checkpointer) -> bool:
+    """Refuse what can be known to be wrong before minutes go into the data and the weights; more in ``preflight``.
+
+    Returns:
+        Whether a checkpoint will bring the weights.
+    """
     if run.job.metrics.wandb:
         require_wandb()
-    checkpointer.check_resume()
+    return checkpointer.check_resume()
 
 
 def _execute(
-    run: Run, stop_signal: StopSignal, *, checkpointer: Checkpointer, tokenizer: Tokenizer, dataset: SequenceDataset
+    run: Run,
+    stop_signal: StopSignal,
+    rank_model: RankModel,
+    *,
+    checkpointer: Checkpointer,
+    tokenizer: Tokenizer,
+    dataset: SequenceDataset,
 ) -> int:
     job = run.job
-    rank_model = build_model(run)
     model = rank_model.module
     optimizer = build_optimizer(
         model,
@@ -258,7 +268,7 @@ def _say_where(run: Run) -> None:
         "log": run.output_dir / "logs" / "rank_0.log",
         "metrics": run.output_dir / "metrics.jsonl",
         "TensorBoard": run.output_dir / "tensorboard",
-        "checkpoints": run.output_dir / "checkpoints",
+        "checkpoints": run.output_dir / CHECKPOINTS_FOLDER,
     }
     if run.job.checkpoint.export_hf:
         places["Hugging Face"] = run.output_dir / HUGGING_FACE_FOLDER

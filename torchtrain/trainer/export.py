@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtrain.checkpoint.hf_export import LiveWeights, SideFiles, export_weights, find_tokenizer_files
-from torchtrain.checkpoint.hf_folder import CONFIG_FILE
+from torchtrain.checkpoint.hf_folder import config_file_of, read_config
 from torchtrain.data.tokenizer import Tokenizer
 from torchtrain.distributed.fsdp2.precision import DTYPES
 from torchtrain.hugging_face.model_config import write_config
@@ -61,6 +60,7 @@ def export_model(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, t
 
 
 def _token_ids(hf_path: Path | None, tokenizer: Tokenizer) -> Mapping[str, Any]:
-    if hf_path is not None:
-        return json.loads(((hf_path.parent if hf_path.is_file() else hf_path) / CONFIG_FILE).read_text("utf-8"))
+    # A resumed run does without the folder that its weights once came from.
+    if hf_path is not None and config_file_of(hf_path).is_file():
+        return read_config(hf_path)
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from torchtrain.checkpoint.checkpointer import refuse_damaged
-from torchtrain.checkpoint.hf_folder import HuggingFaceFolder, open_folder
+from torchtrain.checkpoint.checkpointer import find_resumable, refuse_damaged
+from torchtrain.checkpoint.hf_folder import config_file_of, open_folder, read_config
 from torchtrain.checkpoint.hf_import import plan_import, read_model_names, refuse_incomplete
 from torchtrain.config.job import Job
 from torchtrain.data.sources import list_files
@@ -25,6 +25,7 @@ from torchtrain.model_spec import ModelSpec
 from torchtrain.optim.build import check_optimizer
 from torchtrain.runtime.device import device_kind
 from torchtrain.trainer.kernels import plan_job_kernels
+from torchtrain.trainer.run import CHECKPOINTS_FOLDER
 
 
 def refuse_what_the_model_rules_out(job: Job, spec: ModelSpec, architecture: Any) -> None:
@@ -55,16 +56,24 @@ def refuse_what_the_model_rules_out(job: Job, spec: ModelSpec, architecture: Any
 def refuse_foreign_weights(job: Job, spec: ModelSpec, architecture: Any) -> None:
     """Hold the checkpoint that ``model.hf_path`` names to the model, by its config, index and headers.
 
+    A run that goes on from a checkpoint of its own needs none of it: only a config that is there is compared.
+
     Raises:
         ConfigError: Its config differs from the job's architecture; every difference is listed.
         CheckpointError: It is damaged, lacks tensors, or has others than the model.
     """
     if job.model.hf_path is None:
         return
-    folder = open_folder(Path(job.model.hf_path))
-    comparison = _compare(folder, job, spec, architecture)
+    path = Path(job.model.hf_path)
+    is_resumed = find_resumable(job.checkpoint, Path(job.training.output_dir) / CHECKPOINTS_FOLDER) is not None
+    if is_resumed and not config_file_of(path).is_file():
+        return
+    folder = None if is_resumed else open_folder(path)
+    comparison = _compare(path, job, spec, architecture)
     if comparison.faults:
         raise ConfigError(comparison.faults)
+    if folder is None:
+        return
     with torch.device("meta"):
         names = read_model_names(spec.build(architecture))
     refuse_incomplete(plan_import(names, folder.tensors, spec.hugging_face.weights), folder)
@@ -72,18 +81,20 @@ def refuse_foreign_weights(job: Job, spec: ModelSpec, architecture: Any) -> None
 
 def describe_config_differences(job: Job, spec: ModelSpec, architecture: Any) -> tuple[str, ...]:
     """Say in what the job departs from the config of ``model.hf_path`` where that is allowed."""
-    if job.model.hf_path is None:
+    path = None if job.model.hf_path is None else Path(job.model.hf_path)
+    # A resumed run may do without; any other has been refused by now.
+    if path is None or not config_file_of(path).is_file():
         return ()
-    return _compare(open_folder(Path(job.model.hf_path)), job, spec, architecture).notes
+    return _compare(path, job, spec, architecture).notes
 
 
-def _compare(folder: HuggingFaceFolder, job: Job, spec: ModelSpec, architecture: Any) -> ConfigComparison:
+def _compare(path: Path, job: Job, spec: ModelSpec, architecture: Any) -> ConfigComparison:
     return compare_config(
-        folder.config,
+        read_config(path),
         architecture,
         spec.hugging_face.config,
         overridden=job.model.overrides,
-        where=str(folder.config_file),
+        where=str(config_file_of(path)),
     )
 
 

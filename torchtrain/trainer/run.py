@@ -23,6 +23,9 @@ from torchtrain.trainer.kernels import install_kernels
 
 logger = get_logger(__name__)
 
+CHECKPOINTS_FOLDER = "checkpoints"
+"""In ``training.output_dir``."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -55,8 +58,12 @@ class RankModel:
     """What is called, in the order of the pipeline; ``(module,)`` without one. They share ``module``'s parameters."""
 
 
-def build_model(run: Run) -> RankModel:
+def build_model(run: Run, *, is_loaded_later: bool = False) -> RankModel:
     """Build, parallelise and fill the model; drawn weights depend on the seed and the fqns alone.
+
+    Args:
+        run: What it is built from.
+        is_loaded_later: A checkpoint will bring every value, so ``model.hf_path`` is left unread.
 
     Collective: the whole world.
     """
@@ -79,7 +86,7 @@ def build_model(run: Run) -> RankModel:
         materialize(model, home, buffer_device=run.device)
     if fsdp_config.mix_precision.fp32_main_grad and not has_fsdp_domain:
         keep_gradients_in_fp32(model)
-    _fill(run, model, names)
+    _fill(run, model, names, is_loaded_later=is_loaded_later)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     logger.info(
         f"model {model_config.name}/{model_config.preset}: {num_parameters / 1e6:.2f} M parameters on this rank's stage"
@@ -87,9 +94,11 @@ def build_model(run: Run) -> RankModel:
     return RankModel(model, chunks)
 
 
-def _fill(run: Run, model: nn.Module, names: ModelNames) -> None:
+def _fill(run: Run, model: nn.Module, names: ModelNames, *, is_loaded_later: bool) -> None:
     """Load what ``model.hf_path`` holds, and draw the rest."""
     drawn, hf_path = None, run.job.model.hf_path
-    if hf_path is not None:
+    if hf_path is not None and is_loaded_later:
+        logger.info(f"{hf_path} is not read: the weights come from a checkpoint")
+    elif hf_path is not None:
         drawn = import_weights(model, names, Path(hf_path), run.spec.hugging_face.weights).initialised
     initialize_parameters(model, partial(run.spec.init_rule, run.architecture), run.job.training.seed, only=drawn)
