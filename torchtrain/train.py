@@ -14,10 +14,11 @@ from typing import Any
 
 from models.registry import fsdpturbo_models, load_spec, resolve_architecture, unsupported_techniques
 from torchtrain.config.availability import find_unavailable
+from torchtrain.config.idle_settings import find_job_warnings
 from torchtrain.config.job import Job
 from torchtrain.config.load import collect_faults, read_job
 from torchtrain.config.overrides import find_override_warnings
-from torchtrain.config.rules import find_job_faults, find_job_warnings, find_size_faults
+from torchtrain.config.rules import find_job_faults, find_size_faults
 from torchtrain.distributed.fsdpturbo.legality import find_plugin_faults
 from torchtrain.distributed.legality import find_legality_faults, find_model_warnings
 from torchtrain.distributed.topology import Topology, find_topology_faults, find_topology_warnings

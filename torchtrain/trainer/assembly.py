@@ -13,8 +13,8 @@ from torch import nn
 
 from torchtrain.checkpoint.checkpointer import Checkpointer
 from torchtrain.config.dump import dump_job
+from torchtrain.config.idle_settings import find_job_warnings
 from torchtrain.config.job import Job
-from torchtrain.config.rules import find_job_warnings
 from torchtrain.data.batch import Batch
 from torchtrain.data.dataset import SequenceDataset, build_dataset
 from torchtrain.data.loader import build_eval_loader, build_train_loader

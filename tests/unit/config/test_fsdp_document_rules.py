@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
+from torchtrain.config.idle_settings import find_job_warnings
 from torchtrain.config.load import read_job
-from torchtrain.config.rules import find_job_faults, find_job_warnings
+from torchtrain.config.rules import find_job_faults
 from torchtrain.distributed.fsdp2.replicate import resolve_replicate_params
 from torchtrain.distributed.fsdp2.source_layout import SourceLayout, resolve_source_layouts
 from torchtrain.distributed.topology import Topology, find_topology_faults, find_topology_warnings

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from torchtrain.config.idle_settings import find_job_warnings
 from torchtrain.config.load import read_job
-from torchtrain.config.rules import find_job_faults, find_job_warnings, nearest_divisors, nearest_multiples
+from torchtrain.config.rules import find_job_faults, nearest_divisors, nearest_multiples
 
 SOURCES = "dataset.sources=[{path: corpus}]"
 PRECISION = "fsdp_config.mix_precision"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from torchtrain.config.idle_settings import find_job_warnings
 from torchtrain.config.load import read_job
-from torchtrain.config.rules import find_job_faults, find_job_warnings
+from torchtrain.config.parallel import DistConfig
+from torchtrain.config.rules import find_job_faults
 from torchtrain.distributed.topology import Topology, find_topology_faults, find_topology_warnings
 from torchtrain.errors import TopologyError
 
@@ -63,6 +65,21 @@ def test_ranks_are_the_data_mesh_cut_up(world: int, cp: int, ep: int) -> None:
     grid = topology.fsdpturbo_mesh_ranks()
     assert {axis: set(grid.groups(axis)) for axis in groups} == groups
     assert set(topology.device_mesh_ranks().groups("cp")) == groups["expert_cp"]
+
+
+def test_the_least_that_the_document_writes_is_enough_and_the_rest_has_its_defaults() -> None:
+    words = ["accelerator.cp_size=1", "dist_config={name: fsdpturbo, ep_size: 16, ep_dispatcher: eager}"]
+    job = read_job(None, [SOURCES, "training.global_batch_size=64", *words]).job
+    assert faults_of(job, 16) == []
+    assert job.dist_config == DistConfig(name="fsdpturbo", ep_size=16)
+    assert job.dist_config.ep_dispatcher == "eager"
+    assert job.dist_config.fsdp_implementation == "native"
+    assert job.dist_config.hook_modules == job.dist_config.fsdp_ignored_modules == ()
+
+
+def test_ep_size_must_be_a_size() -> None:
+    (fault,) = faults_of(job_of(ep=0), 8)
+    assert fault.startswith("dist_config.ep_size = 0: must be at least 1")
 
 
 def test_ep_size_must_divide_the_data_parallel_ranks() -> None:
