@@ -12,8 +12,8 @@ import pytest
 
 from torchtrain.config.availability import find_unavailable
 from torchtrain.config.dump import dump_job
+from torchtrain.config.idle_settings import find_job_warnings
 from torchtrain.config.load import load_job
-from torchtrain.config.rules import find_job_warnings
 from torchtrain.train import check_job
 
 ROOT = Path(__file__).parents[2]
