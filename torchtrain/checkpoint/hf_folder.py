@@ -6,7 +6,7 @@ Which of them a model needs is ``hf_import``'s business.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, Self
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from torchtrain.errors import CheckpointError
+from torchtrain.errors import Fault, WeightsError
 from torchtrain.hugging_face.weight_map import Box, Shape
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -51,10 +51,11 @@ def open_folder(path: Path) -> HuggingFaceFolder:
         path: A folder with an index or with one safetensors file, or such a file beside its ``config.json``.
 
     Raises:
-        CheckpointError: Anything is missing, cut short or contradicts the index; the files and tensors are named.
+        WeightsError: Anything is missing, cut short or contradicts the index; the files and tensors are named.
     """
     if not path.exists():
-        raise CheckpointError(f"{path}: there is no such file or folder; point model.hf_path to one")
+        rule = "must be a folder of Hugging Face's, or a safetensors file: there is no such file or folder"
+        raise WeightsError([Fault("model.hf_path", str(path), rule, "point it to one")])
     config_file = config_file_of(path)
     config = read_config(path)
     index_file = path / INDEX_FILE
@@ -78,7 +79,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read the config beside the weights, and nothing else.
 
     Raises:
-        CheckpointError: It is missing, or no object.
+        WeightsError: It is missing, or no object.
     """
     return _read_json(config_file_of(path))
 
@@ -86,37 +87,50 @@ def read_config(path: Path) -> dict[str, Any]:
 def _only_file(folder: Path) -> Path:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{folder}: there is neither {INDEX_FILE} nor a safetensors file")
+        rule = f"must hold {INDEX_FILE} or a safetensors file: there is neither"
+        raise WeightsError([Fault("model.hf_path", str(folder), rule, "point it to weights in that format")])
     if len(files) > 1:
-        raise CheckpointError(
-            f"{folder}: {INDEX_FILE} is missing, and without it nobody knows whether its {len(files)} safetensors "
-            "files are all of them"
-        )
+        rule = f"must be there: without it nobody knows whether {len(files)} safetensors files are all of them"
+        fix = "fetch it, or name one file in model.hf_path"
+        raise WeightsError([Fault(str(folder / INDEX_FILE), None, rule, fix)])
     return files[0]
 
 
 def _read_indexed(folder: Path, index_file: Path) -> dict[str, StoredTensor]:
     listed = _read_json(index_file).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
-        raise CheckpointError(f"{index_file}: weight_map must map tensors to files")
+        rule = "must map tensors to files"
+        raise WeightsError([Fault(f"{index_file}: weight_map", _shown(listed), rule, "fetch the index again")])
     found: dict[str, StoredTensor] = {}
-    problems = []
+    faults = []
     for name in sorted(set(listed.values())):
-        if Path(name).name != name:
-            raise CheckpointError(f"{index_file}: {name} does not lie beside it")
-        file = folder / name
-        if not file.is_file():
-            count = sum(place == name for place in listed.values())
-            problems.append(f"{name}, which {INDEX_FILE} says holds {count} tensors, is missing")
-            continue
-        tensors = _read_header(file)
         expected = {tensor for tensor, place in listed.items() if place == name}
-        problems += [f"{name} lacks {tensor}, which {INDEX_FILE} says it holds" for tensor in expected - tensors.keys()]
-        problems += [f"{INDEX_FILE} has no entry for {tensor} of {name}" for tensor in tensors.keys() - expected]
-        found |= tensors
-    if problems:
-        raise CheckpointError(f"{folder}: " + "; ".join(sorted(problems)))
+        file = folder / name
+        if Path(name).name != name:
+            faults.append(Fault(f"{index_file}: weight_map", name, "must lie beside the index", "put it there"))
+        elif not file.is_file():
+            rule = f"must be there: {INDEX_FILE} says it holds {len(expected)} tensors"
+            faults.append(Fault(str(file), None, rule, "fetch it"))
+        else:
+            try:
+                tensors = _read_header(file)
+            except WeightsError as error:
+                faults += error.faults
+                continue
+            faults += _index_faults(file, expected, tensors)
+            found |= tensors
+    if faults:
+        raise WeightsError(faults)
     return found
+
+
+def _index_faults(file: Path, expected: Collection[str], tensors: Collection[str]) -> Iterator[Fault]:
+    for tensor in sorted(set(expected) - set(tensors)):
+        rule = f"must hold {tensor}, as {INDEX_FILE} says"
+        yield Fault(str(file), f"{len(tensors)} tensors", rule, "fetch the file and the index again")
+    for tensor in sorted(set(tensors) - set(expected)):
+        rule = f"must be listed in {INDEX_FILE}, as all that {file.name} holds"
+        yield Fault(f"{file}: {tensor}", None, rule, "fetch the file and the index again")
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
@@ -127,19 +141,26 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
                 name: StoredTensor(file, piece.get_dtype(), tuple(piece.get_shape())) for name, piece in slices.items()
             }
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is cut short or no safetensors file: {error}") from error
+        size = f"{file.stat().st_size} bytes" if file.exists() else None
+        rule = f"must be a whole safetensors file: it is cut short or none ({error})"
+        raise WeightsError([Fault(str(file), size, rule, "fetch it again")]) from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing") from error
+        raise WeightsError([Fault(str(file), None, "must be there, beside the weights", "fetch it")]) from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+        rule = f"must be JSON, and cannot be read: {error}"
+        raise WeightsError([Fault(str(file), None, rule, "fetch it again")]) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} must hold an object")
+        raise WeightsError([Fault(str(file), _shown(content), "must hold an object", "fetch it again")])
     return content
+
+
+def _shown(content: object) -> str:
+    return f"a {type(content).__name__}"
 
 
 class SliceReader:
@@ -168,7 +189,7 @@ class SliceReader:
         """Read a box of a tensor, in its dtype on disk.
 
         Raises:
-            CheckpointError: The file cannot be read any more.
+            WeightsError: The file cannot be read any more.
         """
         file = self._folder.tensors[name].file
         try:
@@ -176,6 +197,9 @@ class SliceReader:
                 self._opened[file] = self._files.enter_context(safe_open(file, framework="pt", device="cpu"))
             values = self._opened[file].get_slice(name)[box]
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: {name} cannot be read: {error}") from error
+            rule = f"must be readable, as it was before: {error}"
+            raise WeightsError(
+                [Fault(f"{file}: {name}", None, rule, "leave the files alone until they are read")]
+            ) from error
         self.num_bytes += values.numel() * values.element_size()
         return values

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,10 @@ from torch import nn
 
 from torchtrain.checkpoint.hf_folder import HuggingFaceFolder, SliceReader, StoredTensor, open_folder
 from torchtrain.distributed.materialize import local_view
-from torchtrain.errors import CheckpointError
+from torchtrain.errors import CheckpointError, Fault, WeightsError
+from torchtrain.hugging_face.checkpoint_format import HuggingFaceFormat
+from torchtrain.hugging_face.decoder_rows import TIED_HEAD
+from torchtrain.hugging_face.model_config import read_fields
 from torchtrain.hugging_face.weight_map import Piece, Shape, WeightMap, intersect
 from torchtrain.runtime.logging import get_logger
 
@@ -52,33 +55,67 @@ class FillReport:
     """By fqn, second copies on disk of what is one parameter here: read to see that they are equal."""
     ignored: tuple[str, ...]
     """Tensors on disk that hold nothing of a model."""
-    missing: tuple[str, ...] = ()
-    """Parameters that nothing on disk fills."""
+    untied: tuple[str, ...] = ()
+    """Fqns of those loaded from the tensor to which the checkpoint ties them, where the model does not."""
+    missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By fqn, parameters that nothing on disk fills: the tensors that are not there."""
     unused: tuple[str, ...] = ()
     """Tensors on disk that nothing here asks for."""
-    wrong_shape: tuple[str, ...] = ()
+    wrong_shape: Mapping[str, Shape] = field(default_factory=dict)
+    """By name on disk, the shape that it must have."""
     wrong_dtype: tuple[str, ...] = ()
+    """Names on disk."""
 
     @property
     def is_complete(self) -> bool:
         """Whether everything is accounted for."""
         return not (self.missing or self.unused or self.wrong_shape or self.wrong_dtype)
 
-    def describe_problems(self) -> str:
-        """Name what is not accounted for, a line for each kind."""
-        parts = {
-            "not on disk": self.missing,
-            "on disk, and no part of the model": self.unused,
-            "of another shape": self.wrong_shape,
-            "of a dtype that holds no weights": self.wrong_dtype,
-        }
-        return "\n".join(f"  {what} ({len(names)}): {_show(names)}" for what, names in parts.items() if names)
+    def find_faults(self, folder: HuggingFaceFolder) -> list[Fault]:
+        """List what is not accounted for, of each kind as many as one reads."""
+
+        def fault(name: str, value: object, rule: str, fix: str) -> Fault:
+            return Fault(f"{folder.path}: {name}", value, rule, fix)
+
+        stored = folder.tensors
+        kinds = (
+            [
+                fault(name, None, f"must be on disk: {fqn} of the model is made of it", "use weights that are whole")
+                for fqn, names in self.missing.items()
+                for name in names
+            ],
+            [
+                fault(
+                    name,
+                    f"{stored[name].dtype} {list(stored[name].shape)}",
+                    "is no part of the model",
+                    "set model.overrides to the model that the weights are of, or use other weights",
+                )
+                for name in self.unused
+            ],
+            [
+                fault(
+                    name,
+                    list(stored[name].shape),
+                    f"must be of shape {list(shape)}",
+                    "set model.overrides to the sizes of the weights, or use other weights",
+                )
+                for name, shape in self.wrong_shape.items()
+            ],
+            [
+                fault(name, stored[name].dtype, f"must be {', '.join(_FLOATS)}", "use weights that are not quantised")
+                for name in self.wrong_dtype
+            ],
+        )
+        return [fault for faults in kinds for fault in _first_of(faults)]
 
     def describe(self) -> str:
         """Say in a line what comes from where."""
         parts = [f"{len(self.loaded)} parameters loaded"]
         for what, names in (("initialised", self.initialised), ("unused", self.ignored)):
             parts.append(f"{len(names)} {what}" + (f" ({_show(names)})" if names else ""))
+        if self.untied:
+            parts.append(f"{len(self.untied)} of them from what they are tied to on disk ({_show(self.untied)})")
         if self.tied_copies:
             parts.append(f"{len(self.tied_copies)} on disk twice, as tied ({_show(self.tied_copies)})")
         return ", ".join(parts)
@@ -106,6 +143,7 @@ def plan_import(
     weight_map: WeightMap,
     *,
     may_be_missing: Collection[str] = (),
+    tied_there: Mapping[str, str] | None = None,
 ) -> FillReport:
     """Decide where every parameter comes from.
 
@@ -114,19 +152,27 @@ def plan_import(
         stored: What lies on disk.
         weight_map: The family's.
         may_be_missing: Patterns of parameters that a checkpoint need not have, such as a new head.
+        tied_there: Fqn to the one whose values are its own if it has none on disk.
     """
+    tied_there = tied_there or {}
     shapes = dict(names.shapes)
     for first, others in names.aliases.items():
         shapes |= dict.fromkeys(others, names.shapes[first])
     loaded: dict[str, tuple[Piece, ...]] = {}
     copies: dict[str, tuple[Piece, ...]] = {}
-    missing, initialised = [], list(names.buffers)
+    missing: dict[str, tuple[str, ...]] = {}
+    untied, initialised = [], list(names.buffers)
     for fqn in names.shapes:
         found = [
             pieces
             for name in (fqn, *names.aliases.get(fqn, ()))
             if (pieces := weight_map.find_stored(name, shapes, stored)) is not None
         ]
+        if not found and fqn in tied_there:
+            instead = weight_map.find_stored(tied_there[fqn], shapes, stored)
+            if instead is not None:
+                found.append(instead)
+                untied.append(fqn)
         if found:
             loaded[fqn] = found[0]
             if len(found) > 1:
@@ -134,35 +180,59 @@ def plan_import(
         elif any(fnmatchcase(fqn, pattern) for pattern in may_be_missing):
             initialised.append(fqn)
         else:
-            missing.append(fqn)
+            wanted = next(weight_map.layouts(fqn, shapes), ())
+            missing[fqn] = tuple(piece.disk_name for piece in wanted if piece.disk_name not in stored) or (fqn,)
     pieces = [piece for group in (*loaded.values(), *copies.values()) for piece in group]
     used = {piece.disk_name for piece in pieces}
     left = [name for name in stored if name not in used]
     wrong_shape = {
-        f"{piece.disk_name} {list(stored[piece.disk_name].shape)} instead of {list(piece.disk_shape)}": None
-        for piece in pieces
-        if stored[piece.disk_name].shape != piece.disk_shape
+        piece.disk_name: piece.disk_shape for piece in pieces if stored[piece.disk_name].shape != piece.disk_shape
     }
     return FillReport(
         loaded=loaded,
         initialised=tuple(initialised),
         tied_copies=copies,
         ignored=tuple(name for name in left if weight_map.is_ignored(name)),
-        missing=tuple(missing),
+        untied=tuple(untied),
+        missing=missing,
         unused=tuple(name for name in left if not weight_map.is_ignored(name)),
-        wrong_shape=tuple(wrong_shape),
-        wrong_dtype=tuple(f"{n} {stored[n].dtype}" for n in stored if n in used and stored[n].dtype not in _FLOATS),
+        wrong_shape=wrong_shape,
+        wrong_dtype=tuple(name for name in stored if name in used and stored[name].dtype not in _FLOATS),
     )
+
+
+def plan_folder_import(
+    names: ModelNames,
+    folder: HuggingFaceFolder,
+    hugging_face: HuggingFaceFormat,
+    *,
+    may_be_missing: Collection[str] = (),
+) -> FillReport:
+    """Decide as ``plan_import`` does, knowing from the folder's config whether its head is tied.
+
+    Raises:
+        WeightsError: Something is not accounted for; it is named.
+    """
+    is_tied = bool(read_fields(folder.config, hugging_face.config).get("tie_word_embeddings"))
+    report = plan_import(
+        names,
+        folder.tensors,
+        hugging_face.weights,
+        may_be_missing=may_be_missing,
+        tied_there=TIED_HEAD if is_tied else None,
+    )
+    refuse_incomplete(report, folder)
+    return report
 
 
 def refuse_incomplete(report: FillReport, folder: HuggingFaceFolder) -> None:
     """Refuse a checkpoint that does not fill the model, or holds more than the model.
 
     Raises:
-        CheckpointError: It names all that is not accounted for.
+        WeightsError: It names all that is not accounted for.
     """
     if not report.is_complete:
-        raise CheckpointError(f"{folder.path} does not fit the model:\n{report.describe_problems()}")
+        raise WeightsError(report.find_faults(folder))
 
 
 @torch.no_grad()
@@ -175,7 +245,7 @@ def load_weights(model: nn.Module, report: FillReport, reader: SliceReader) -> N
         reader: Counts what is read.
 
     Raises:
-        CheckpointError: A file cannot be read, or two copies of a tied parameter differ.
+        WeightsError: A file cannot be read, or two copies of a tied parameter differ.
 
     Numerics:
         Values are rounded to the parameter's dtype where that is narrower than on disk.
@@ -196,14 +266,18 @@ def load_weights(model: nn.Module, report: FillReport, reader: SliceReader) -> N
                 part = local[overlap.ours]
                 copy = reader.read(piece.disk_name, overlap.disk).view(part.shape).to(part)
                 if not torch.equal(part, copy):
-                    raise CheckpointError(
-                        f"{piece.disk_name} is another tensor than {fqn}, to which the model ties it; set "
-                        "model.overrides.tie_word_embeddings to false"
-                    )
+                    rule = f"is another tensor than {fqn}, to which the model ties it"
+                    fix = "set model.overrides.tie_word_embeddings to false"
+                    raise WeightsError([Fault(piece.disk_name, list(piece.disk_shape), rule, fix)])
 
 
 def import_weights(
-    model: nn.Module, names: ModelNames, path: Path, weight_map: WeightMap, *, may_be_missing: Collection[str] = ()
+    model: nn.Module,
+    names: ModelNames,
+    path: Path,
+    hugging_face: HuggingFaceFormat,
+    *,
+    may_be_missing: Collection[str] = (),
 ) -> FillReport:
     """Fill a sharded model from disk, and say in the log what came from where.
 
@@ -211,7 +285,7 @@ def import_weights(
         model: This rank's part, with memory.
         names: Of the whole model.
         path: ``model.hf_path``.
-        weight_map: The family's.
+        hugging_face: The family's.
         may_be_missing: As for ``plan_import``; they are left alone.
 
     Raises:
@@ -223,8 +297,7 @@ def import_weights(
     folder, report, num_bytes, refusal = None, None, 0, None
     try:
         folder = open_folder(path)
-        report = plan_import(names, folder.tensors, weight_map, may_be_missing=may_be_missing)
-        refuse_incomplete(report, folder)
+        report = plan_folder_import(names, folder, hugging_face, may_be_missing=may_be_missing)
         with SliceReader(folder) as reader:
             load_weights(model, report, reader)
             num_bytes = reader.num_bytes
@@ -241,6 +314,13 @@ def import_weights(
         f"{min(counts):.1f} to {max(counts):.1f} MiB read per rank in {time.perf_counter() - started:.1f} s"
     )
     return report
+
+
+def _first_of(faults: list[Fault]) -> list[Fault]:
+    shown, num_more = faults[:_MAX_NAMES_SHOWN], len(faults) - _MAX_NAMES_SHOWN
+    if num_more > 0:
+        shown[-1] = replace(shown[-1], rule=f"{shown[-1].rule} (and {num_more} more like it)")
+    return shown
 
 
 def _describe_dtypes(model: nn.Module, folder: HuggingFaceFolder) -> str:

@@ -21,5 +21,7 @@ DECODER_ROWS = (
     Renamed("norm.weight", "model.norm.weight"),
     Renamed("lm_head.weight", "lm_head.weight"),
 )
+TIED_HEAD = {"lm_head.weight": "embed_tokens.weight"}
+"""Head to the parameter whose values are its own where a checkpoint is tied."""
 OLD_BUFFERS = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
 """What versions of Hugging Face before 4.32 saved beside the weights."""

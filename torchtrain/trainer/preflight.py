@@ -14,7 +14,7 @@ import torch
 
 from torchtrain.checkpoint.checkpointer import find_resumable, refuse_damaged
 from torchtrain.checkpoint.hf_folder import config_file_of, open_folder, read_config
-from torchtrain.checkpoint.hf_import import plan_import, read_model_names, refuse_incomplete
+from torchtrain.checkpoint.hf_import import plan_folder_import, read_model_names
 from torchtrain.config.job import Job
 from torchtrain.data.sources import list_files
 from torchtrain.data.tokenizer import build_tokenizer
@@ -60,7 +60,7 @@ def refuse_foreign_weights(job: Job, spec: ModelSpec, architecture: Any) -> None
 
     Raises:
         ConfigError: Its config differs from the job's architecture; every difference is listed.
-        CheckpointError: It is damaged, lacks tensors, or has others than the model.
+        WeightsError: It is damaged, lacks tensors, or has others than the model.
     """
     if job.model.hf_path is None:
         return
@@ -76,7 +76,7 @@ def refuse_foreign_weights(job: Job, spec: ModelSpec, architecture: Any) -> None
         return
     with torch.device("meta"):
         names = read_model_names(spec.build(architecture))
-    refuse_incomplete(plan_import(names, folder.tensors, spec.hugging_face.weights), folder)
+    plan_folder_import(names, folder, spec.hugging_face)
 
 
 def describe_config_differences(job: Job, spec: ModelSpec, architecture: Any) -> tuple[str, ...]:

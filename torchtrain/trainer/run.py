@@ -100,5 +100,5 @@ def _fill(run: Run, model: nn.Module, names: ModelNames, *, is_loaded_later: boo
     if hf_path is not None and is_loaded_later:
         logger.info(f"{hf_path} is not read: the weights come from a checkpoint")
     elif hf_path is not None:
-        drawn = import_weights(model, names, Path(hf_path), run.spec.hugging_face.weights).initialised
+        drawn = import_weights(model, names, Path(hf_path), run.spec.hugging_face).initialised
     initialize_parameters(model, partial(run.spec.init_rule, run.architecture), run.job.training.seed, only=drawn)

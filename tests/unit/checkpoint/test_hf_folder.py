@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from torchtrain.checkpoint.hf_folder import INDEX_FILE, SliceReader, open_folder
-from torchtrain.errors import CheckpointError
+from torchtrain.errors import WeightsError
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -25,7 +25,7 @@ def folder(tmp_path):
 
 
 def refusal(path):
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(WeightsError) as caught:
         open_folder(path)
     assert caught.value.exit_code == 2
     return str(caught.value)
@@ -53,28 +53,39 @@ def test_one_file_needs_no_index(folder):
 
 def test_several_files_without_an_index_are_refused(folder):
     (folder / INDEX_FILE).unlink()
-    assert f"{INDEX_FILE} is missing" in refusal(folder)
+    assert f"{INDEX_FILE} = null: must be there: without it nobody knows whether 2" in refusal(folder)
 
 
 def test_a_missing_shard_is_named(folder):
     (folder / SECOND).unlink()
-    assert f"{SECOND}, which {INDEX_FILE} says holds 2 tensors, is missing" in refusal(folder)
+    assert f"{SECOND} = null: must be there: {INDEX_FILE} says it holds 2 tensors; fetch it" in refusal(folder)
 
 
 def test_a_truncated_file_is_named(folder):
     content = (folder / SECOND).read_bytes()
     for size in (len(content) - 1, 20, 4, 0):
         (folder / SECOND).write_bytes(content[:size])
-        assert f"{SECOND} is cut short or no safetensors file" in refusal(folder)
+        assert f"{SECOND} = '{size} bytes': must be a whole safetensors file: it is cut short or none" in refusal(
+            folder
+        )
+
+
+def test_all_files_that_are_damaged_are_named_at_once(folder):
+    (folder / FIRST).write_bytes(b"")
+    (folder / SECOND).unlink()
+    said = refusal(folder)
+    assert "(2 faults)" in said
+    assert FIRST in said
+    assert SECOND in said
 
 
 @pytest.mark.parametrize(
     ("listed", "complaint"),
     [
-        ({"a": FIRST, "b": SECOND}, f"{INDEX_FILE} has no entry for c of {SECOND}"),
-        ({"a": FIRST, "b": SECOND, "c": SECOND, "d": FIRST}, f"{FIRST} lacks d"),
-        ({"a": "../elsewhere.safetensors"}, "does not lie beside it"),
-        ("none", "weight_map must map tensors to files"),
+        ({"a": FIRST, "b": SECOND}, f"{SECOND}: c = null: must be listed in {INDEX_FILE}"),
+        ({"a": FIRST, "b": SECOND, "c": SECOND, "d": FIRST}, f"{FIRST} = '1 tensors': must hold d"),
+        ({"a": "../elsewhere.safetensors"}, "'../elsewhere.safetensors': must lie beside the index"),
+        ("none", "weight_map = 'a str': must map tensors to files"),
     ],
 )
 def test_an_index_that_contradicts_its_files_is_refused(folder, listed, complaint):
@@ -85,9 +96,11 @@ def test_an_index_that_contradicts_its_files_is_refused(folder, listed, complain
 def test_a_folder_without_config_or_weights_is_refused(folder, tmp_path):
     assert "there is no such file or folder" in refusal(tmp_path / "nowhere")
     (folder / "config.json").write_text("{")
-    assert "config.json cannot be read" in refusal(folder)
+    assert "config.json = null: must be JSON, and cannot be read" in refusal(folder)
+    (folder / "config.json").write_text("[]")
+    assert "config.json = 'a list': must hold an object" in refusal(folder)
     (folder / "config.json").unlink()
-    assert "config.json is missing" in refusal(folder)
+    assert "config.json = null: must be there, beside the weights" in refusal(folder)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text("{}")
-    assert f"neither {INDEX_FILE} nor a safetensors file" in refusal(tmp_path / "empty")
+    assert f"must hold {INDEX_FILE} or a safetensors file: there is neither" in refusal(tmp_path / "empty")

@@ -11,8 +11,14 @@ from safetensors.torch import save_file
 
 from models.registry import load_spec, resolve_architecture
 from torchtrain.checkpoint.hf_folder import SliceReader, StoredTensor, open_folder
-from torchtrain.checkpoint.hf_import import load_weights, plan_import, read_model_names, refuse_incomplete
-from torchtrain.errors import CheckpointError
+from torchtrain.checkpoint.hf_import import (
+    load_weights,
+    plan_folder_import,
+    plan_import,
+    read_model_names,
+    refuse_incomplete,
+)
+from torchtrain.errors import WeightsError
 
 SIZES = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "head_dim": 4}
@@ -38,9 +44,9 @@ def tensors_of(model, family="llama"):
     }
 
 
-def write(folder, tensors):
+def write(folder, tensors, config=None):
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({}))
+    (folder / "config.json").write_text(json.dumps(config or {}))
     save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return open_folder(folder)
 
@@ -68,14 +74,39 @@ def test_everything_that_does_not_fit_is_named_at_once(tmp_path):
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(5, 8)
     tensors["model.layers.0.mlp.down_proj.weight"] = torch.zeros(8, 6, dtype=torch.int8)
     tensors["model.layers.1.input_layernorm.weight"] = torch.zeros(8)
-    with pytest.raises(CheckpointError) as caught:
-        fill(model, write(tmp_path / "in", tensors))
-    assert str(caught.value).split("\n")[1:] == [
-        "  not on disk (1): norm.weight",
-        "  on disk, and no part of the model (1): model.layers.1.input_layernorm.weight",
-        "  of another shape (1): model.layers.0.mlp.up_proj.weight [5, 8] instead of [6, 8]",
-        "  of a dtype that holds no weights (1): model.layers.0.mlp.down_proj.weight I8",
+    folder = write(tmp_path / "in", tensors)
+    with pytest.raises(WeightsError) as caught:
+        fill(model, folder)
+    assert caught.value.exit_code == 2
+    layer = f"{folder.path}: model.layers.0"
+    assert [(fault.path, fault.value, fault.rule) for fault in caught.value.faults] == [
+        (f"{folder.path}: model.norm.weight", None, "must be on disk: norm.weight of the model is made of it"),
+        (f"{folder.path}: model.layers.1.input_layernorm.weight", "F32 [8]", "is no part of the model"),
+        (f"{layer}.mlp.up_proj.weight", [5, 8], "must be of shape [6, 8]"),
+        (f"{layer}.mlp.down_proj.weight", "I8", "must be F64, F32, F16, BF16"),
     ]
+
+
+def test_many_faults_of_a_kind_are_counted_rather_than_listed(tmp_path):
+    with pytest.raises(WeightsError) as caught:
+        fill(build(), write(tmp_path / "in", {"model.norm.weight": torch.ones(8)}))
+    assert len(caught.value.faults) == 8
+    assert "(and 3 more like it)" in caught.value.faults[-1].rule
+
+
+def test_an_untied_model_takes_its_head_from_a_tied_checkpoint_and_from_no_other(tmp_path):
+    source, target = build(tie_word_embeddings=True), build(tie_word_embeddings=False)
+    tensors, hugging_face = tensors_of(source), load_spec("llama").hugging_face
+    names = read_model_names(target)
+    tied = write(tmp_path / "tied", tensors, {"tie_word_embeddings": True})
+    report = plan_folder_import(names, tied, hugging_face)
+    assert "from what they are tied to on disk (lm_head.weight)" in report.describe()
+    with SliceReader(tied) as reader:
+        load_weights(target, report, reader)
+    assert torch.equal(target.lm_head.weight, source.embed_tokens.weight)
+    assert target.lm_head.weight is not target.embed_tokens.weight
+    with pytest.raises(WeightsError, match=r"lm_head\.weight = null: must be on disk"):
+        plan_folder_import(names, write(tmp_path / "lost", tensors, {"tie_word_embeddings": False}), hugging_face)
 
 
 def test_one_expert_that_is_missing_is_not_overlooked(tmp_path):
@@ -83,7 +114,7 @@ def test_one_expert_that_is_missing_is_not_overlooked(tmp_path):
     tensors = tensors_of(model, "qwen3_moe")
     del tensors["model.layers.0.mlp.experts.2.up_proj.weight"]
     report = plan(model, write(tmp_path / "in", tensors), "qwen3_moe")
-    assert report.missing == ("layers.0.mlp.experts.up_proj",)
+    assert report.missing == {"layers.0.mlp.experts.up_proj": ("model.layers.0.mlp.experts.2.up_proj.weight",)}
     assert len(report.unused) == 2
 
 
@@ -116,7 +147,7 @@ def test_a_tied_head_loads_from_either_name_and_must_be_one_tensor(tmp_path):
     both = {**tensors, "model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
     report = fill(target, write(tmp_path / "both", both))
     assert list(report.tied_copies) == ["embed_tokens.weight"]
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight is another tensor than embed_tokens\.weight"):
+    with pytest.raises(WeightsError, match=r"lm_head\.weight = .* is another tensor than embed_tokens\.weight"):
         fill(target, write(tmp_path / "other", {**both, "lm_head.weight": embedding + 1}))
 
 
@@ -140,4 +171,4 @@ def test_a_report_needs_no_file(tmp_path):
     weights = load_spec("llama").hugging_face.weights
     assert plan_import(read_model_names(model), stored, weights).is_complete
     stored["lm_head.weight"] = replace(stored["lm_head.weight"], dtype="F8_E4M3")
-    assert plan_import(read_model_names(model), stored, weights).wrong_dtype == ("lm_head.weight F8_E4M3",)
+    assert plan_import(read_model_names(model), stored, weights).wrong_dtype == ("lm_head.weight",)
