@@ -24,7 +24,7 @@ from torchtrain.errors import ConfigError, Fault
 if TYPE_CHECKING:
     from torchtrain.model_spec import ModelSpec
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
 
 
 class Architecture(DecoderSizes, Protocol):

@@ -30,6 +30,22 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
     "rope_theta": 10_000.0,
 }
+HYBRID: dict[str, Any] = {
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
+    "full_attention_interval": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    # Less would blow up rounding: see tests/parity/test_qwen3_5_moe_oracles.py.
+    "rms_norm_eps": 1e-3,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True, "attention_bias": True},
     "llama_untied": {"tie_word_embeddings": False},
@@ -42,25 +58,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    "qwen3_5": {**HYBRID, "tie_word_embeddings": True},
     "qwen3_5_moe": {
-        "head_dim": 16,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [2, 1, 1],
-        },
-        "full_attention_interval": 3,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 6,
+        **HYBRID,
         "moe_intermediate_size": 12,
         "shared_expert_intermediate_size": 10,
         "num_experts": 6,
         "num_experts_per_tok": 2,
-        # Less would blow up rounding: see tests/parity/test_qwen3_5_moe_oracles.py.
-        "rms_norm_eps": 1e-3,
     },
 }
 

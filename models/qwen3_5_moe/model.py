@@ -6,117 +6,29 @@ from torch import nn
 
 from models.qwen3_5_moe.architecture import Qwen3_5MoeArchitecture
 from torchtrain.losses.cross_entropy import LogitsLoss
-from torchtrain.nn.attention import Attention, AttentionConfig, SDPACore
 from torchtrain.nn.decoder import Decoder
-from torchtrain.nn.decoder_block import DecoderBlock
 from torchtrain.nn.feed_forward import FeedForward
-from torchtrain.nn.flops import delta_rule_flops_per_token, training_flops_per_token
-from torchtrain.nn.gated_delta_net import DeltaNetConfig, GatedDeltaNet, LocalDeltaNetCore
-from torchtrain.nn.init import Constant, InitRule, LogUniform, Normal, decoder_init_rule
+from torchtrain.nn.hybrid_decoder import build_hybrid_decoder, hybrid_flops_per_token, hybrid_init_rule
+from torchtrain.nn.init import InitRule
 from torchtrain.nn.load_balance import BalanceConfig
 from torchtrain.nn.moe import MoE, RoutedExperts
-from torchtrain.nn.rms_norm import ZeroCentredRMSNorm
-from torchtrain.nn.rope import RopeConfig
 from torchtrain.nn.routing import Router, RouterConfig
 
 
 def build_qwen3_5_moe(architecture: Qwen3_5MoeArchitecture) -> Decoder:
     """Build the model on the current default device; parameter values are undefined until drawn or loaded."""
-    return Decoder(
-        embed_tokens=nn.Embedding(architecture.vocab_size, architecture.hidden_size),
-        layers=(_build_block(architecture, layer) for layer in range(architecture.num_hidden_layers)),
-        norm=ZeroCentredRMSNorm(architecture.hidden_size, architecture.rms_norm_eps),
-        lm_head=nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False),
-        rope=RopeConfig(
-            head_dim=architecture.head_dim,
-            theta=architecture.rope_theta,
-            partial_rotary_factor=architecture.partial_rotary_factor,
-            mrope_section=architecture.mrope_section,
-        ),
-        tie_word_embeddings=architecture.tie_word_embeddings,
-        token_loss=LogitsLoss(),
-    )
+    return build_hybrid_decoder(architecture, build_mlp=lambda: _build_moe(architecture), token_loss=LogitsLoss())
 
 
 def init_rule(architecture: Qwen3_5MoeArchitecture, fqn: str) -> InitRule:
-    """Say how a parameter is drawn: as in any decoder, but for what it does not have.
-
-    Norms around zero start at zero. A convolution has the variance of torch's own default, as its few weights are no
-    matrix of the width that ``initializer_range`` is meant for. Decays start as in Hugging Face's class: per token
-    between ``exp(-0.01 * softplus(1))`` and ``exp(-16 * softplus(1))``.
-    """
-    if fqn.endswith("norm.weight") and not fqn.endswith("linear_attn.norm.weight"):
-        return Constant(0.0)
-    if fqn.endswith("conv1d.weight"):
-        return Normal((3 * architecture.linear_conv_kernel_dim) ** -0.5)
-    if fqn.endswith("A_log"):
-        return LogUniform(0.01, 16.0)
-    if fqn.endswith("dt_bias"):
-        return Constant(1.0)
-    if fqn.endswith("out_proj.weight"):
-        return Normal(architecture.initializer_range / (2 * architecture.num_hidden_layers) ** 0.5)
-    return decoder_init_rule(
-        fqn,
-        initializer_range=architecture.initializer_range,
-        num_hidden_layers=architecture.num_hidden_layers,
-    )
+    """Say how a parameter is drawn: as in any hybrid decoder."""
+    return hybrid_init_rule(architecture, fqn)
 
 
 def flops_per_token(architecture: Qwen3_5MoeArchitecture, seq_len: int) -> float:
     """Count training FLOPs per token by ``nn.flops``, of the experts those that a token visits."""
-    num_attention = architecture.num_full_attention_layers
-    attention = training_flops_per_token(
-        num_matmul_parameters=architecture.num_matmul_parameters,
-        num_layers=num_attention,
-        num_attention_heads=architecture.num_attention_heads,
-        head_dim=architecture.head_dim,
-        seq_len=seq_len,
-    )
-    delta_rule = delta_rule_flops_per_token(
-        num_layers=architecture.num_hidden_layers - num_attention,
-        num_heads=architecture.linear_num_value_heads,
-        key_head_dim=architecture.linear_key_head_dim,
-        value_head_dim=architecture.linear_value_head_dim,
-    )
-    return attention + delta_rule
-
-
-def _build_block(architecture: Qwen3_5MoeArchitecture, layer: int) -> DecoderBlock:
-    attends = architecture.attends(layer)
-    return DecoderBlock(
-        self_attn=_build_attention(architecture) if attends else None,
-        linear_attn=None if attends else _build_delta_net(architecture),
-        mlp=_build_moe(architecture),
-        input_layernorm=ZeroCentredRMSNorm(architecture.hidden_size, architecture.rms_norm_eps),
-        post_attention_layernorm=ZeroCentredRMSNorm(architecture.hidden_size, architecture.rms_norm_eps),
-    )
-
-
-def _build_attention(architecture: Qwen3_5MoeArchitecture) -> Attention:
-    config = AttentionConfig(
-        hidden_size=architecture.hidden_size,
-        num_attention_heads=architecture.num_attention_heads,
-        num_key_value_heads=architecture.num_key_value_heads,
-        head_dim=architecture.head_dim,
-        attention_bias=architecture.attention_bias,
-        qk_norm_eps=architecture.rms_norm_eps,
-        qk_norm=ZeroCentredRMSNorm,
-        has_output_gate=True,
-    )
-    return Attention(config, SDPACore())
-
-
-def _build_delta_net(architecture: Qwen3_5MoeArchitecture) -> GatedDeltaNet:
-    config = DeltaNetConfig(
-        hidden_size=architecture.hidden_size,
-        num_key_heads=architecture.linear_num_key_heads,
-        num_value_heads=architecture.linear_num_value_heads,
-        key_head_dim=architecture.linear_key_head_dim,
-        value_head_dim=architecture.linear_value_head_dim,
-        conv_kernel_dim=architecture.linear_conv_kernel_dim,
-        norm_eps=architecture.rms_norm_eps,
-    )
-    return GatedDeltaNet(config, LocalDeltaNetCore())
+    num_matmul_parameters = architecture.num_matmul_parameters
+    return hybrid_flops_per_token(architecture, num_matmul_parameters=num_matmul_parameters, seq_len=seq_len)
 
 
 def _build_moe(architecture: Qwen3_5MoeArchitecture) -> MoE:

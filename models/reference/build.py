@@ -21,10 +21,12 @@ def build_reference(family: str, architecture: Any) -> nn.Module:
     """
     values = {"rope_scaling": None, "attention_bias": False, **asdict(architecture)}
     layers = range(architecture.num_hidden_layers)
-    if family == "qwen3_5_moe":
+    if family.startswith("qwen3_5"):
         kinds = tuple("full_attention" if architecture.attends(layer) else "linear_attention" for layer in layers)
         values |= {"layer_types": kinds, "norm_topk_prob": True, "sparse_layers": tuple(layers)}
-        return ReferenceHybridDecoder(_read(ReferenceHybridConfig, values), _read(ReferenceMoEConfig, values))
+        values["intermediate_size"] = architecture.intermediate_size
+        experts = _read(ReferenceMoEConfig, values) if family == "qwen3_5_moe" else None
+        return ReferenceHybridDecoder(_read(ReferenceHybridConfig, values), experts)
     values |= {"has_qkv_bias": family == "qwen2", "has_qk_norm": family.startswith("qwen3")}
     if family == "qwen3_moe":
         values["sparse_layers"] = tuple(layer for layer in layers if architecture.has_experts(layer))

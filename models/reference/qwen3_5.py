@@ -1,4 +1,4 @@
-"""Qwen3.5's text side with experts in the plainest torch that computes it: the delta rule token by token.
+"""Qwen3.5's text side, dense or with experts, in the plainest torch that computes it: the delta rule token by token.
 
 Written for reading, not for speed; shares no line with what it judges. Experts are those of ``moe``. Parameters have
 Hugging Face's names without the leading ``model.``, but for the experts.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from models.reference.dense import allowed_pairs, rotate
+from models.reference.dense import ReferenceFeedForward, allowed_pairs, rotate
 from models.reference.moe import ReferenceMoE, ReferenceMoEConfig
 
 
@@ -35,8 +35,11 @@ class ReferenceHybridConfig:
     linear_key_head_dim: int
     linear_value_head_dim: int
     linear_conv_kernel_dim: int
+    intermediate_size: int
+    """Of layers without experts."""
     rms_norm_eps: float
     rope_theta: float
+    tie_word_embeddings: bool
 
 
 class CentredNorm(nn.Module):
@@ -177,16 +180,19 @@ def rotate_first(x_BTH: Tensor, angles: Tensor) -> Tensor:
 
 
 class ReferenceHybridLayer(nn.Module):
-    """A mixer of tokens and experts, each added to what came in."""
+    """A mixer of tokens and a feed-forward part, each added to what came in."""
 
-    def __init__(self, config: ReferenceHybridConfig, experts: ReferenceMoEConfig, kind: str) -> None:
+    def __init__(self, config: ReferenceHybridConfig, experts: ReferenceMoEConfig | None, kind: str) -> None:
         super().__init__()
         if kind == "full_attention":
             self.self_attn = ReferenceGatedAttention(config)
         else:
             self.linear_attn = ReferenceDeltaNet(config)
         self.kind = kind
-        self.mlp = ReferenceMoE(config.hidden_size, experts)
+        if experts is None:
+            self.mlp: nn.Module = ReferenceFeedForward(config.hidden_size, config.intermediate_size)
+        else:
+            self.mlp = ReferenceMoE(config.hidden_size, experts)
         self.input_layernorm = CentredNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = CentredNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -201,15 +207,17 @@ class ReferenceHybridLayer(nn.Module):
 
 
 class ReferenceHybridDecoder(nn.Module):
-    """The whole model."""
+    """The whole model, dense where there are no experts."""
 
-    def __init__(self, config: ReferenceHybridConfig, experts: ReferenceMoEConfig) -> None:
+    def __init__(self, config: ReferenceHybridConfig, experts: ReferenceMoEConfig | None = None) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([ReferenceHybridLayer(config, experts, kind) for kind in config.layer_types])
         self.norm = CentredNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
 
     def forward(
         self, input_ids_BT: Tensor, positions: Tensor | None = None, document_ids_BT: Tensor | None = None

@@ -1,10 +1,13 @@
-"""Qwen3.5 with experts under every technique it can do, packed, against one rank: losses, norms, gradients, weights."""
+"""Qwen3.5 with experts under every technique it can do, packed, against one rank: losses, norms, gradients, weights.
+
+Its dense sibling differs in its feed-forward layers alone, which the families with attention in all layers have too.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from models.qwen3_5_moe.architecture import UNSUPPORTED
+from models.registry import unsupported_techniques
 from tests.parity.harness import one_rank, run_topology
 from tests.parity.test_topologies import check
 from torchtrain.distributed.legality import Technique
@@ -73,6 +76,13 @@ def test_topology_equals_one_rank(name: str) -> None:
     check(run_topology(world_size, *FAMILY, *overrides), one_rank(*FAMILY, WHOLE, *plain))
 
 
+def test_the_dense_sibling_equals_one_rank_too() -> None:
+    sizes = FAMILY[1].split(", moe_intermediate_size")[0] + ", intermediate_size: 38}"
+    dense = ("model.name=qwen3_5", sizes, *FAMILY[2:])
+    topology = (*ULYSSES, SHARD_2, "training.micro_batch_size=2", "activation_checkpoint.mode=full")
+    check(run_topology(4, *dense, *topology), one_rank(*dense, WHOLE))
+
+
 REFUSED: dict[Technique, tuple[int, tuple[str, ...]]] = {
     "tensor parallel": (2, ("--accelerator.tp_size=2",)),
     "context parallel, allgather": (2, ("--accelerator.cp_size=2", "--accelerator.cp_mode=allgather")),
@@ -80,13 +90,14 @@ REFUSED: dict[Technique, tuple[int, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("technique", REFUSED)
-def test_what_a_delta_net_cannot_do_is_refused_by_name(technique: Technique) -> None:
+def test_what_a_delta_net_cannot_do_is_refused_by_name(family: str, technique: Technique) -> None:
     world_size, overrides = REFUSED[technique]
     with pytest.raises(ConfigError) as caught:
-        check_job(["train_configs/qwen3_5_moe/debug.yaml", *overrides], world_size)
-    assert any(f"{technique} is not possible with qwen3_5_moe" in fault.rule for fault in caught.value.faults)
-    assert UNSUPPORTED.keys() >= REFUSED.keys()
+        check_job([f"train_configs/{family}/debug.yaml", *overrides], world_size)
+    assert any(f"{technique} is not possible with {family}:" in fault.rule for fault in caught.value.faults)
+    assert unsupported_techniques(family).keys() >= REFUSED.keys()
 
 
 def test_ulysses_needs_key_heads_for_every_rank() -> None:

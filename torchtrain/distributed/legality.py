@@ -28,6 +28,17 @@ Technique = Literal[
     "expert parallel",
 ]
 
+_NO_TENSOR_PARALLEL = "its gated delta nets are not split over tensor-parallel ranks"
+_ONLY_ULYSSES = "a gated delta net passes its state along the whole sequence; accelerator.cp_mode: ulysses can"
+DELTA_NET_UNSUPPORTED: dict[Technique, str] = {
+    "tensor parallel": _NO_TENSOR_PARALLEL,
+    "sequence parallel": _NO_TENSOR_PARALLEL,
+    "loss parallel": _NO_TENSOR_PARALLEL,
+    "context parallel, allgather": _ONLY_ULYSSES,
+    "context parallel, ring": _ONLY_ULYSSES,
+}
+"""What no family with gated delta nets can do, each with the reason."""
+
 
 class DecoderSizes(Protocol):
     """What the rules read of an architecture."""

@@ -12,6 +12,7 @@ from typing import Any
 from torchtrain.errors import Fault
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_OF_THE_WEIGHTS = ("tie_word_embeddings", "quantization_config")
 _ROPE_FIELDS = ("partial_rotary_factor", "mrope_section")
 """What families that have them keep among the rotary settings, and what is no scaling."""
 _ROPE_WORDS = ("rope_type", "type", "rope_theta", "mrope_interleaved", *_ROPE_FIELDS)
@@ -30,6 +31,8 @@ class ConfigFormat:
     """For ``architectures``, which ``AutoModelForCausalLM`` goes by."""
     defaults: Mapping[str, Any]
     """What Hugging Face assumes of a field that the file leaves out."""
+    multimodal_type: str | None = None
+    """``model_type`` of files that hold this config as ``text_config``, the language model of a multimodal one."""
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys that are no field here, with the values that mean what is computed here; left out, the first is meant."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -71,6 +74,7 @@ def compare_config(
         overridden: Fields that the job's ``model.overrides`` names.
         where: The file, for messages.
     """
+    config = text_side(config, config_format)
     model_type = config.get("model_type")
     if model_type != config_format.model_type:
         rule = f"must name the family of {where}, whose model_type is {model_type!r}"
@@ -97,8 +101,20 @@ def compare_config(
     return ConfigComparison(tuple(faults), tuple(notes))
 
 
+def text_side(config: Mapping[str, Any], config_format: ConfigFormat) -> Mapping[str, Any]:
+    """Take the part of a multimodal ``config.json`` that is about the language model; any other is returned as it is.
+
+    The outer class made the weights, so what it says of them goes first.
+    """
+    if config_format.multimodal_type is None or config.get("model_type") != config_format.multimodal_type:
+        return config
+    outer = {name: config[name] for name in _OF_THE_WEIGHTS if name in config}
+    return {"model_type": config_format.model_type, **(config.get("text_config") or {}), **outer}
+
+
 def read_fields(config: Mapping[str, Any], config_format: ConfigFormat) -> dict[str, Any]:
     """Read a ``config.json`` as architecture fields: defaults filled in, rotary settings in one spelling."""
+    config = text_side(config, config_format)
     fields = {**config_format.defaults, **{name: value for name, value in config.items() if value is not None}}
     for alias, name in config_format.aliases.items():
         if alias in fields:
@@ -142,7 +158,8 @@ def write_config(
     rope_scaling = fields.pop("rope_scaling", None)
     rope = {"rope_theta": fields["rope_theta"], "rope_type": "default", **(rope_scaling or {})}
     rope |= {name: fields[name] for name in _ROPE_FIELDS if name in fields}
-    kept = {name: source[name] for name in _TOKENS if source is not None and name in source}
+    tokens = {} if source is None else text_side(source, config_format)
+    kept = {name: tokens[name] for name in _TOKENS if name in tokens}
     return {
         "architectures": [config_format.class_name],
         "model_type": config_format.model_type,

@@ -122,6 +122,8 @@ class WeightMap:
     """Of several about one parameter the first is what is written; reading takes the first whose tensors are there."""
     ignored: tuple[str, ...] = ()
     """Names on disk that hold nothing of a model, such as buffers that old versions saved."""
+    ignored_prefixes: tuple[str, ...] = ()
+    """How names begin of other parts that may lie beside the model, such as the encoder of a multimodal one."""
 
     def layouts(self, fqn: str, shapes: Mapping[str, Shape]) -> Iterator[tuple[Piece, ...]]:
         """Yield each way in which a parameter may lie on disk, the one that is written first."""
@@ -139,7 +141,9 @@ class WeightMap:
 
     def is_ignored(self, disk_name: str) -> bool:
         """Whether a tensor on disk may be left unread."""
-        return any(_translate(disk_name, pattern, "") is not None for pattern in self.ignored)
+        return disk_name.startswith(self.ignored_prefixes) or any(
+            _translate(disk_name, pattern, "") is not None for pattern in self.ignored
+        )
 
 
 def whole_box(shape: Shape) -> Box:

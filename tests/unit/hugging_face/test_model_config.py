@@ -12,7 +12,7 @@ from models.llama.architecture import PRESETS as LLAMAS
 from models.registry import load_spec, resolve_architecture
 from torchtrain.hugging_face.model_config import compare_config, find_export_faults, read_fields, write_config
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
 
 
 def format_of(family):
@@ -126,3 +126,25 @@ def test_layers_named_one_by_one_and_by_interval_are_compared_as_layers():
     scaled = {**written, "rope_parameters": {**written["rope_parameters"], "partial_rotary_factor": 0.5}}
     (fault,) = compare(scaled, preset, family).faults
     assert fault.path == "model.overrides.partial_rotary_factor"
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_the_language_model_of_a_multimodal_config_is_read_and_what_the_outer_class_says_of_weights_goes_first(family):
+    preset = resolve_architecture(family, "debug", {"tie_word_embeddings": True})
+    text = write_config(preset, format_of(family), dtype="bfloat16") | {"eos_token_id": 5, "attn_output_gate": True}
+    outer = {"model_type": format_of(family).multimodal_type, "vision_config": {"depth": 2, "hidden_size": 9}}
+    both = {**outer, "text_config": text, "hidden_size": 7}
+    assert compare(both, preset, family) == compare(text, preset, family)
+    assert compare(text, preset, family).faults == ()
+    assert read_fields(both, format_of(family)) == read_fields(text, format_of(family))
+    assert write_config(preset, format_of(family), dtype="float32", source=both)["eos_token_id"] == 5
+
+    untied = compare({**both, "tie_word_embeddings": False, "quantization_config": {"bits": 4}}, preset, family)
+    assert [fault.path for fault in untied.faults] == [
+        "config.json: quantization_config",
+        "model.overrides.tie_word_embeddings",
+    ]
+    (fault,) = compare({**both, "text_config": {**text, "attn_output_gate": False}}, preset, family).faults
+    assert fault.path == "config.json: attn_output_gate"
+    (fault,) = compare({**both, "model_type": "qwen3_vl"}, preset, family).faults
+    assert fault.path == "model.name"
