@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +14,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from models.registry import load_spec, resolve_architecture
+from tests.distributed.stored_run import StoredRun
 from tests.parity.harness import MODEL
 from tests.parity.test_fsdpturbo import CUSTOM, IGNORED, MOE, plugin
 from torchtrain.config.load import load_job
 from torchtrain.distributed import gradient_norm
 from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.topology import Topology
+from torchtrain.testing.compare import relative_error
 from torchtrain.testing.ranks import run_ranks
+from torchtrain.testing.tolerances import FP32_SCALAR, FP32_TENSOR
 from torchtrain.trainer.run import Run, build_model
 
 
@@ -44,8 +49,9 @@ def bytes_of(model: Any) -> int:
     return sum(whole.untyped_storage().size() for whole in whole_weights(model))
 
 
-def measure_whole_weights() -> list[int]:
-    model = build(*plugin(1), CUSTOM, "fsdp_config.dp_shard_size=2")
+def measure_whole_weights(reshard_after_forward: bool) -> list[int]:
+    keeping = f"fsdp_config.reshard_after_forward={str(reshard_after_forward).lower()}"
+    model = build(*plugin(1), CUSTOM, "fsdp_config.dp_shard_size=2", keeping)
     sizes = []
     loss = losses_of(model).sum()
     sizes.append(bytes_of(model))
@@ -64,18 +70,52 @@ def measure_whole_weights() -> list[int]:
 
 
 def test_custom_gives_whole_weights_back_between_passes() -> None:
-    assert run_ranks(measure_whole_weights, 2) == [[0, 0, 0]] * 2
+    assert run_ranks(measure_whole_weights, 2, True) == [[0, 0, 0]] * 2
+    # Two layers of three matrices of 4 x 12 x 32 in fp32, and only for a backward: an evaluation has none.
+    assert run_ranks(measure_whole_weights, 2, False) == [[2 * 3 * 4 * 12 * 32 * 4, 0, 0]] * 2
 
 
-def stored_dtypes(*overrides: str) -> set[torch.dtype]:
+def step_between_evaluations(*overrides: str) -> list[Tensor]:
+    """Losses without gradients before and after a step of plain gradient descent."""
+    model = build(*plugin(1), "fsdp_config.dp_shard_size=2", "fsdp_config.reshard_after_forward=false", *overrides)
+    seen = []
+    for _ in range(2):
+        with torch.no_grad():
+            seen.append(losses_of(model))
+        losses_of(model).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+    return seen
+
+
+def both_ways_to_step() -> tuple[list[Tensor], list[Tensor]]:
+    return step_between_evaluations(), step_between_evaluations(CUSTOM)
+
+
+def test_an_evaluation_between_steps_sees_the_weights_of_the_step_before_it() -> None:
+    for native, custom in run_ranks(both_ways_to_step, 2):
+        assert not native[0].equal(native[1])
+        assert all(ours.equal(theirs) for ours, theirs in zip(custom, native, strict=True))
+
+
+def where_and_as_what(*overrides: str) -> tuple[set[torch.dtype], set[str], set[str]]:
+    """Dtypes of parameters and gradients; the axes that experts lie on, and those of all else."""
     model = build("model.init_dtype=bfloat16", "fsdp_config.dp_shard_size=2", *overrides)
     losses_of(model).sum().backward()
-    return {tensor.dtype for weight in model.parameters() for tensor in (weight, weight.grad)}
+    axes: dict[bool, set[str]] = {True: set(), False: set()}
+    for fqn, parameter in model.named_parameters():
+        axes[".experts." in fqn] |= set(parameter.device_mesh.mesh_dim_names)
+    return {tensor.dtype for weight in model.parameters() for tensor in (weight, weight.grad)}, axes[True], axes[False]
 
 
 @pytest.mark.parametrize("words", [(), (CUSTOM,)], ids=["native", "custom"])
-def test_parameters_and_gradients_are_stored_as_the_model_section_says(words: tuple[str, ...]) -> None:
-    assert run_ranks(stored_dtypes, 2, *plugin(2), *words) == [{torch.bfloat16}] * 2
+def test_each_parameter_is_stored_on_its_own_mesh_as_the_model_section_says(words: tuple[str, ...]) -> None:
+    for dtypes, experts, others in run_ranks(where_and_as_what, 2, *plugin(2), *words):
+        assert dtypes == {torch.bfloat16}
+        assert experts == {"efsdp", "ep"}
+        assert others == {"fsdp_shard"}
 
 
 def collectives_of_the_norm(*overrides: str) -> tuple[Counter[str], Counter[str]]:
@@ -115,3 +155,48 @@ def test_ignored_parameters_stay_plain_and_every_rank_has_the_sum_of_all_gradien
     assert set(first) == set(second)
     assert {fqn.split(".")[0] for fqn in first} == {"layers", "norm"}
     assert all(first[fqn].equal(second[fqn]) for fqn in first)
+
+
+MUON = (*MOE, "optimizer._target_=torchtrain.optim.muon.Muon", "training.micro_batch_size=2")
+SHARDED = (*plugin(2), "fsdp_config.dp_shard_size=4")
+Stop = tuple[dict[str, Tensor], list[float], dict[str, Tensor]]
+
+
+def stop_at(run: StoredRun) -> Stop:
+    """Whole tensors as they are and after one more step, which is not saved, and its loss and norm."""
+    run.save()
+    run.checkpointer.wait()
+    return run.whole_tensors(), run.train(1), run.whole_tensors()
+
+
+def travel_between_implementations(folder: Path) -> list[Stop]:
+    run = StoredRun(*MUON, *SHARDED, CUSTOM, folder=folder / "0")
+    run.train(2)
+    stops = [stop_at(run)]
+    for index, words in enumerate(((), (CUSTOM,))):
+        source = str(folder / str(index) / "step_00000002")
+        run = StoredRun(*MUON, *SHARDED, *words, folder=folder / str(index + 1), resume=source)
+        run.resume()
+        stops.append(stop_at(run))
+    return stops
+
+
+def resume_alone(source: Path) -> Stop:
+    run = StoredRun(*MUON, resume=str(source))
+    run.resume()
+    return run.whole_tensors(), run.train(1), run.whole_tensors()
+
+
+def test_custom_stores_and_resumes_muon_bit_for_bit_as_native_and_as_one_rank(tmp_path: Path) -> None:
+    by_rank = run_ranks(travel_between_implementations, 4, tmp_path)
+    stored, scalars, stepped = by_rank[0][0]
+    assert any(name.endswith("experts.gate_proj.momentum_buffer") for name in stored)
+    for resumed, theirs, afterwards in itertools.chain.from_iterable(by_rank):
+        assert theirs == scalars
+        assert resumed.keys() == stored.keys()
+        assert all(tensor.equal(stored[name]) for name, tensor in resumed.items())
+        assert all(tensor.equal(stepped[name]) for name, tensor in afterwards.items())
+    ((resumed, theirs, afterwards),) = run_ranks(resume_alone, 1, tmp_path / "0" / "step_00000002")
+    assert all(tensor.equal(stored[name]) for name, tensor in resumed.items())
+    assert all(relative_error(a, b) <= FP32_SCALAR for a, b in zip(theirs, scalars, strict=True))
+    assert all(relative_error(tensor, stepped[name]) <= FP32_TENSOR for name, tensor in afterwards.items())

@@ -126,7 +126,8 @@ class _ExpertShards:
 
     def after_forward(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
         """It ends."""
-        if self._is_freed_after_forward and not self._is_in_backward:
+        # Without gradients no backward comes to free them, whatever the job keeps for one.
+        if (self._is_freed_after_forward or not torch.is_grad_enabled()) and not self._is_in_backward:
             self._free()
         if output.requires_grad:
             output.register_hook(self._before_backward)
