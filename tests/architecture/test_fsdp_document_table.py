@@ -16,7 +16,7 @@ LINES = {"4.1": 11, "4.2": 5, "5.2": 5, "5.3": 4, "5.6": 5, "5.7": 8, "5.8": 4, 
 def read_table(text: str) -> dict[str, list[str]]:
     """The tests of each line, as the table names them."""
     body = text.partition("## Line by line")[2]
-    rows = re.findall(r"^\| (\d+\.\d+\.\d+) \|[^|]+\|([^|]+)\|$", body, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (\d+(?:\.\d+)+) \|[^|]+\|([^|]+)\|$", body, flags=re.MULTILINE)
     assert len(rows) == len({line for line, _ in rows}), "a line has two rows"
     return {line: re.findall(r"`(tests/[^`]+)`", cell) for line, cell in rows}
 
