@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(dump_job(checked.job), end="", flush=True)
     for warning in train.find_warnings(arguments, checked):
         print(f"warning: {warning}", file=sys.stderr)
+    print(train.describe_kernels(checked), end="", flush=True)
     errors = train.find_late_errors(checked)
     for error in errors:
         print(f"error: {error}", file=sys.stderr)

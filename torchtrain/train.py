@@ -169,6 +169,16 @@ def find_late_errors(checked: CheckedJob) -> list[TorchtrainError]:
     return [*errors, *find_file_errors(checked.job)]
 
 
+def describe_kernels(checked: CheckedJob) -> str:
+    """Say in a comment of a job file which backends this machine would take; nothing where it cannot. Imports torch."""
+    from torchtrain.trainer.preflight import describe_kernels
+
+    try:
+        return describe_kernels(checked.job, load_spec(checked.job.model.name), checked.architecture)
+    except ConfigError:
+        return ""
+
+
 def _check_architecture(job: Job) -> tuple[Any, list[Fault]]:
     model, seq_len = job.model, job.training.seq_len
     try:

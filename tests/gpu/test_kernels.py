@@ -8,7 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchtrain.kernels.gated_delta_rule import CHUNK_GATED_DELTA_RULE, DeltaRuleProblem, recurrent
+from torchtrain.kernels.gated_delta_rule import (
+    CHUNK_GATED_DELTA_RULE,
+    FUSED_RECURRENT_GATED_DELTA_RULE,
+    DeltaRuleProblem,
+    recurrent,
+)
 from torchtrain.kernels.grouped_mm import GROUPED_MM, GroupedProblem, grouped_mm
 from torchtrain.kernels.plugins import PLUGINS
 from torchtrain.kernels.rms_norm import RMS_NORM, NormProblem, torch_rms_norm
@@ -44,14 +49,24 @@ def assert_alike(actual, expected):
         assert relative_error(ours.float(), theirs.float()) <= BF16_TENSOR
 
 
-@pytest.mark.parametrize("backend", backends(CHUNK_GATED_DELTA_RULE))
+@pytest.mark.parametrize("chunk_size", [16, 32, 64])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_delta_rule(backend, is_packed):
+@pytest.mark.parametrize("backend", backends(CHUNK_GATED_DELTA_RULE))
+def test_delta_rule_in_chunks(backend, is_packed, chunk_size):
+    compare_delta_rule(CHUNK_GATED_DELTA_RULE.backend(backend), is_packed, chunk_size)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("backend", backends(FUSED_RECURRENT_GATED_DELTA_RULE))
+def test_recurrent_delta_rule(backend, is_packed):
+    compare_delta_rule(FUSED_RECURRENT_GATED_DELTA_RULE.backend(backend), is_packed, 64)
+
+
+def compare_delta_rule(chosen, is_packed, chunk_size):
     torch.manual_seed(0)
-    problem = DeltaRuleProblem(device().type, torch.bfloat16, key_size=64, chunk_size=64)
-    chosen = CHUNK_GATED_DELTA_RULE.backend(backend)
+    problem = DeltaRuleProblem(device().type, torch.bfloat16, key_size=64, chunk_size=chunk_size)
     if not chosen.is_able(problem):
-        pytest.skip(f"{backend} needs {chosen.conditions}")
+        pytest.skip(f"{chosen.name} needs {chosen.conditions}")
     q, k = torch.randn(2, 2, 200, 2, 64, device=device(), dtype=torch.bfloat16)
     v = torch.randn(2, 200, 4, 64, device=device(), dtype=torch.bfloat16)
     log_decay = -F.softplus(torch.randn(2, 200, 4, device=device()))
@@ -59,7 +74,7 @@ def test_delta_rule(backend, is_packed):
     inputs = [x.requires_grad_() for x in (q, k, v, log_decay, beta)]
     segments = (torch.arange(200, device=device()) // 70).expand(2, -1) if is_packed else None
     expected = differentiate(lambda *xs: recurrent(*xs, segments), inputs)
-    actual = differentiate(lambda *xs: chosen.implementation(*xs, segments, chunk_size=64), inputs)
+    actual = differentiate(lambda *xs: chosen.implementation(*xs, segments, chunk_size=chunk_size), inputs)
     assert_alike(actual, expected)
 
 

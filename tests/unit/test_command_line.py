@@ -40,9 +40,12 @@ def corpus(tmp_path):
 
 
 def test_config_prints_the_job_and_warns_beside_it(capsys, corpus):
-    code, out, err = run_config(capsys, corpus, "--fsdp_config.replicate_params=['*norm.weight']")
+    code, out, err = run_config(
+        capsys, corpus, "--fsdp_config.replicate_params=['*norm.weight']", "--accelerator.device=cpu"
+    )
     assert code == 0
     assert yaml_of(out)["fsdp_config"]["replicate_params"] == ["*norm.weight"]
+    assert out.endswith("# kernels on cpu in float32: rms_norm: torch\n")
     assert err == ("warning: fsdp_config.replicate_params has no effect: it needs more than one data-parallel rank\n")
 
 

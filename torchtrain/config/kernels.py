@@ -10,7 +10,7 @@ from torchtrain.config.section import Section
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig(Section):
-    """Kernel plugins. What was chosen is logged and stands in ``<output_dir>/kernels.json``."""
+    """Kernel plugins. What was chosen is logged once, and stands in the run's ``job.yaml`` and ``kernels.json``."""
 
     name: str = "auto"
     """Comma-separated: ``auto`` (what torch ships, picked per device), ``flash-linear-attention``, ``liger-kernel``. A

@@ -43,6 +43,7 @@ from torchtrain.trainer.data_order import describe_data_order
 from torchtrain.trainer.evaluation import evaluate
 from torchtrain.trainer.export import HUGGING_FACE_FOLDER, export_model
 from torchtrain.trainer.forward_backward import ForwardBackward, build_forward_backward
+from torchtrain.trainer.kernels import dump_resolved_job
 from torchtrain.trainer.precision import ComputePrecision
 from torchtrain.trainer.preflight import describe_config_differences
 from torchtrain.trainer.run import CHECKPOINTS_FOLDER, RankModel, Run, build_model
@@ -53,6 +54,7 @@ from torchtrain.trainer.trainer import Instruments, Progress, Trainer
 logger = get_logger(__name__)
 
 EXIT_FINISHED = 0
+JOB_FILE = "job.yaml"
 
 
 def train(job: Job, topology: Topology, spec: ModelSpec, architecture: Any, launch: LaunchEnv) -> int:
@@ -81,6 +83,8 @@ def train(job: Job, topology: Topology, spec: ModelSpec, architecture: Any, laun
             tokenizer = build_tokenizer(job.tokenizer)
             dataset = build_dataset(job, tokenizer, vocab_size=architecture.vocab_size, show_progress=run.is_main)
         model = build_model(run, is_loaded_later=will_resume)
+        if run.is_main:
+            (run.output_dir / JOB_FILE).write_text(dump_resolved_job(job, model.kernels), encoding="utf-8")
         return _execute(run, stop_signal, model, checkpointer=checkpointer, tokenizer=tokenizer, dataset=dataset)
 
 
@@ -96,7 +100,7 @@ def _announce(run: Run) -> None:
         logger.warning(difference)
     if run.is_main:
         run.output_dir.mkdir(parents=True, exist_ok=True)
-        (run.output_dir / "job.yaml").write_text(dump_job(run.job), encoding="utf-8")
+        (run.output_dir / JOB_FILE).write_text(dump_job(run.job), encoding="utf-8")
 
 
 def _refuse_early(run: Run, checkpointer: Checkpointer) -> bool:
@@ -217,7 +221,7 @@ def _instruments(run: Run, model: RankModel, *, resume_step: int | None) -> Gene
             job.metrics,
             run.output_dir,
             total_steps=job.training.steps,
-            resolved_job=dump_job(job),
+            resolved_job=dump_resolved_job(job, model.kernels),
             is_main=run.is_main,
             resume_step=resume_step,
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
+from torchtrain.config.dump import dump_job
 from torchtrain.config.job import Job
 from torchtrain.distributed.fsdp2.precision import DTYPES
 from torchtrain.nn.kernel_plan import KernelPlan, apply_kernels, plan_kernels
@@ -28,16 +29,24 @@ def plan_job_kernels(model: nn.Module, job: Job, *, device: str) -> KernelPlan:
     return plan_kernels(model, job.kernel_config, device=device, dtype=dtype)
 
 
-def install_kernels(model: nn.Module, job: Job, *, device: str, folder: Path | None) -> nn.Module:
-    """Install a job's backends in a model that is not sharded yet, and say which they are.
+def dump_resolved_job(job: Job, plan: KernelPlan) -> str:
+    """Write a job with every default as YAML, the backends that ``kernel_config`` came down to as a comment."""
+    return dump_job(job) + comment_on(plan)
+
+
+def comment_on(plan: KernelPlan) -> str:
+    """Say what was chosen as a line of a job file, which reads it as nothing."""
+    return f"# kernels on {plan.device} in {plan.dtype}: {plan.describe()}\n"
+
+
+def install_kernels(model: nn.Module, plan: KernelPlan, *, folder: Path | None) -> nn.Module:
+    """Install backends in a model that is not sharded yet, and say which they are.
 
     Args:
         model: The whole model.
-        job: The checked job.
-        device: Type of the device.
+        plan: For this model.
         folder: Where to leave ``kernels.json``; ``None`` writes nothing.
     """
-    plan = plan_job_kernels(model, job, device=device)
     logger.info(f"kernels: {plan.describe()}")
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

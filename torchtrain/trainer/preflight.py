@@ -24,7 +24,7 @@ from torchtrain.hugging_face.model_config import ConfigComparison, compare_confi
 from torchtrain.model_spec import ModelSpec
 from torchtrain.optim.build import check_optimizer
 from torchtrain.runtime.device import device_kind
-from torchtrain.trainer.kernels import plan_job_kernels
+from torchtrain.trainer.kernels import comment_on, plan_job_kernels
 from torchtrain.trainer.run import CHECKPOINTS_FOLDER
 
 
@@ -51,6 +51,17 @@ def refuse_what_the_model_rules_out(job: Job, spec: ModelSpec, architecture: Any
         faults += find_export_faults(architecture, spec.hugging_face.config)
     if faults:
         raise ConfigError(faults)
+
+
+def describe_kernels(job: Job, spec: ModelSpec, architecture: Any) -> str:
+    """Say in a comment of a job file which backends this machine would take.
+
+    Raises:
+        ConfigError: ``kernel_config`` cannot be done.
+    """
+    with torch.device("meta"):
+        model = spec.build(architecture)
+    return comment_on(plan_job_kernels(model, job, device=device_kind(job.accelerator.device)))
 
 
 def refuse_foreign_weights(job: Job, spec: ModelSpec, architecture: Any) -> None:

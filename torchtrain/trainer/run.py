@@ -18,8 +18,9 @@ from torchtrain.distributed.fsdp2.precision import DTYPES
 from torchtrain.distributed.materialize import initialize_parameters, materialize
 from torchtrain.distributed.meshes import Meshes
 from torchtrain.model_spec import ModelSpec
+from torchtrain.nn.kernel_plan import KernelPlan
 from torchtrain.runtime.logging import get_logger
-from torchtrain.trainer.kernels import install_kernels
+from torchtrain.trainer.kernels import install_kernels, plan_job_kernels
 
 logger = get_logger(__name__)
 
@@ -56,6 +57,8 @@ class RankModel:
     """Owns every parameter of this rank under its global name; the whole model, or what is left of it under PP."""
     chunks: tuple[nn.Module, ...]
     """What is called, in the order of the pipeline; ``(module,)`` without one. They share ``module``'s parameters."""
+    kernels: KernelPlan
+    """Installed in it."""
 
 
 def build_model(run: Run, *, is_loaded_later: bool = False) -> RankModel:
@@ -76,7 +79,8 @@ def build_model(run: Run, *, is_loaded_later: bool = False) -> RankModel:
     with torch.device("meta" if model_config.init_on_meta else run.device):
         model = run.spec.build(run.architecture)
     model = model.to(DTYPES[model_config.init_dtype])
-    install_kernels(model, run.job, device=run.device.type, folder=run.output_dir if run.is_main else None)
+    kernels = plan_job_kernels(model, run.job, device=run.device.type)
+    install_kernels(model, kernels, folder=run.output_dir if run.is_main else None)
     names = read_model_names(model)
     chunks = run.spec.parallelize(model, run.job, run.meshes)
     if is_offloaded:
@@ -91,7 +95,7 @@ def build_model(run: Run, *, is_loaded_later: bool = False) -> RankModel:
     logger.info(
         f"model {model_config.name}/{model_config.preset}: {num_parameters / 1e6:.2f} M parameters on this rank's stage"
     )
-    return RankModel(model, chunks)
+    return RankModel(model, chunks, kernels)
 
 
 def _fill(run: Run, model: nn.Module, names: ModelNames, *, is_loaded_later: bool) -> None:

@@ -18,7 +18,7 @@ from torchtrain.kernels.gated_delta_rule import chunked
 from torchtrain.kernels.plugins import OPS, PLUGINS, find_kernel_faults
 from torchtrain.nn.gated_delta_net import GatedDeltaNet
 from torchtrain.nn.kernel_plan import REGISTRY, plan_kernels
-from torchtrain.trainer.kernels import install_kernels
+from torchtrain.trainer.kernels import dump_resolved_job, install_kernels, plan_job_kernels
 
 FLA = "flash-linear-attention"
 needs_absence = pytest.mark.skipif(importlib.util.find_spec("fla") is not None, reason=f"{FLA} is installed")
@@ -105,7 +105,9 @@ def test_a_plugin_of_which_the_model_uses_nothing_is_refused():
 
 def test_chosen_backends_and_the_chunk_size_reach_the_layers_and_the_output_folder(tmp_path):
     job = load_job(None, ["kernel_config.chunk_size=16", "dataset.sources=[{path: unused}]"])
-    model = install_kernels(build("qwen3_5_moe"), job, device="cpu", folder=tmp_path)
+    model = build("qwen3_5_moe")
+    kernels = plan_job_kernels(model, job, device="cpu")
+    install_kernels(model, kernels, folder=tmp_path)
     cores = [module.core for module in model.modules() if isinstance(module, GatedDeltaNet)]
     assert [(core.rule, core.chunk_size) for core in cores] == [(chunked, 16)] * 3
     written = json.loads((tmp_path / "kernels.json").read_text())
@@ -116,6 +118,13 @@ def test_chosen_backends_and_the_chunk_size_reach_the_layers_and_the_output_fold
         "grouped_mm": "torch_grouped_mm",
         "rms_norm": "torch",
     }
+    resolved = tmp_path / "job.yaml"
+    resolved.write_text(dump_resolved_job(job, kernels))
+    assert resolved.read_text().endswith(
+        "# kernels on cpu in float32: chunk_gated_delta_rule: torch, fused_recurrent_gated_delta_rule: torch, "
+        "grouped_mm: torch_grouped_mm, rms_norm: torch\n"
+    )
+    assert load_job(resolved) == job
 
 
 def test_no_plugin_is_imported_on_a_cpu():
