@@ -6,11 +6,15 @@ One file per family stands beside this one and names a small model. Without ``--
 saves them; either way both sides start from one folder, ours through ``checkpoint.hf_import``. Of the oracles Hugging
 Face's class computes in fp32 and ``models.reference`` in fp64, whatever ``--dtype`` says: our rounding is what shows.
 
+Choosing experts is no continuous function: rounded to bf16 a token between two experts goes to the other one, and what
+it then computes is another function. So in bf16 the reference's choices are replayed, on one device only, and our own
+are held against its probabilities: a choice is as wrong as the probability that it gives away.
+
 A topology is techniques joined by x (fsdp, tp, cp, pp, ep, each with its size), run as a job would run it on as many
 processes; of its logits those of the last token are compared. Exit codes: 0; 1 where anything is over its tolerance
 (``torchtrain.testing.tolerances``); 2 where the topology, the folder or the combination is refused.
 
-Shape legend: B = sequences, T = tokens, V = vocabulary.
+Shape legend: B = sequences, T = tokens, V = vocabulary, E = experts, K = experts a token visits.
 """
 
 from __future__ import annotations
@@ -21,11 +25,12 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from replay import replay_here, replay_in_hugging_face
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -33,6 +38,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from models.reference.build import build_reference
+from models.reference.moe import ReferenceMoE
 from models.registry import load_spec, resolve_architecture
 from torchtrain.checkpoint.hf_folder import SliceReader, open_folder
 from torchtrain.checkpoint.hf_import import load_weights, plan_import, read_model_names
@@ -75,6 +81,9 @@ from torchtrain.trainer.run import Run, build_model
 SEQUENCES, TOKENS = 8, 16
 ONE_DEVICE = "one device"
 HUGGING_FACE, REFERENCE = "Hugging Face", "reference"
+CHOICES = "choices of"
+_SAYS_NOTHING = 0.5
+"""Relative error from which on a gradient is rounding in the main."""
 _AXES = {"fsdp": "fsdp_config.dp_shard_size", **{name: f"accelerator.{name}_size" for name in ("tp", "cp", "pp", "ep")}}
 
 
@@ -92,7 +101,8 @@ TOLERANCES = {
     "float32": Tolerances(MODEL_OUTPUT, FP32_SCALAR, MODEL_GRADIENT),
     "bfloat16": Tolerances(BF16_TENSOR, BF16_SCALAR, BF16_TENSOR),
 }
-# Of folders: a backward through many layers amplifies rounding, Hugging Face's own as much as ours.
+# Of folders: a backward through many layers amplifies rounding, Hugging Face's own as much as ours. How much it does so
+# of bf16 depends on the weights, and is measured on Hugging Face: see ``widened_to``.
 TOLERANCES_OF_FOLDERS = {**TOLERANCES, "float32": Tolerances(MODEL_OUTPUT, FP32_SCALAR, FP32_TENSOR)}
 
 
@@ -104,6 +114,10 @@ class Results:
     """``(B, T, V)``, or ``(B, V)`` of the last token where ranks computed them."""
     loss: float
     gradients: dict[str, Tensor]
+    probabilities: dict[str, Tensor] = field(default_factory=dict)
+    """By fqn of a router, ``probabilities_BTE``; of the reference alone."""
+    lost: dict[str, Tensor] = field(default_factory=dict)
+    """By fqn of a router, ``lost_BT`` of the replayed choice; where the reference's were replayed."""
 
 
 @dataclass(frozen=True)
@@ -135,39 +149,45 @@ def main(family: str, small: Any, argv: Sequence[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
     try:
         with tempfile.TemporaryDirectory(prefix="parity_") as temporary:
-            folder, tolerances = arguments.hf, TOLERANCES_OF_FOLDERS
+            folder = arguments.hf
             if folder is None:
-                tolerances = TOLERANCES
                 folder = Path(temporary)
                 config_format = load_spec(family).hugging_face.config
                 drawn: Any = randomised(build_hugging_face(config_format, small))
                 drawn.save_pretrained(folder)
-            differences = compare(family, folder, arguments.topology.split(","), arguments.dtype, tolerances)
+            topologies = arguments.topology.split(",")
+            differences = compare(family, folder, topologies, arguments.dtype, is_drawn=arguments.hf is None)
     except TorchtrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return show(differences, arguments.rows)
 
 
-def compare(
-    family: str, folder: Path, topologies: Sequence[str], dtype: str, tolerances: Mapping[str, Tolerances]
-) -> list[Difference]:
+def compare(family: str, folder: Path, topologies: Sequence[str], dtype: str, *, is_drawn: bool) -> list[Difference]:
     """Compute everything and hold it against both oracles; all topologies are checked before anything is computed."""
     checked = {topology: check_topology(family, folder, topology, dtype) for topology in topologies}
     one = next(iter(checked.values()))
+    replays = dtype != "float32"
+    if replays and hasattr(one.architecture, "num_experts"):
+        refuse_ranks(topologies)
     input_ids_BT, labels_BT = random_batch(one.architecture.vocab_size, batch=SEQUENCES, tokens=TOKENS)
     oracles = {
         HUGGING_FACE: compute_hugging_face(folder, input_ids_BT, labels_BT),
         REFERENCE: compute_reference(one, input_ids_BT, labels_BT),
     }
+    replayed = oracles[REFERENCE].probabilities if replays else {}
+    tolerances = (TOLERANCES if is_drawn else TOLERANCES_OF_FOLDERS)[dtype]
+    if replays and not is_drawn:
+        rounded = compute_hugging_face(folder, input_ids_BT, labels_BT, in_bf16=True, replayed=replayed)
+        tolerances = widened_to(tolerances, rounded, oracles[HUGGING_FACE])
     differences: list[Difference] = []
     for topology, job in checked.items():
         if topology == ONE_DEVICE:
-            ours = compute_here(job, input_ids_BT, labels_BT)
+            ours = compute_here(job, input_ids_BT, labels_BT, replayed)
         else:
             ours = compute_on_ranks(job, input_ids_BT, labels_BT)
         for name, oracle in oracles.items():
-            differences += hold_against(oracle, name, ours, topology, tolerances[dtype])
+            differences += hold_against(oracle, name, ours, topology, tolerances)
     return sorted(differences, key=lambda difference: difference.error / difference.tolerance, reverse=True)
 
 
@@ -206,6 +226,26 @@ def check_topology(family: str, folder: Path, topology: str, dtype: str) -> Chec
     return checked
 
 
+def refuse_ranks(topologies: Sequence[str]) -> None:
+    """Refuse ranks where choices have to be replayed.
+
+    Raises:
+        ConfigError: A topology has ranks.
+    """
+    faults = [
+        Fault(
+            "--topology",
+            topology,
+            "must be left out where a family with experts computes in bf16: choices are replayed on one device only",
+            "use --dtype float32, in which ranks choose as one device does",
+        )
+        for topology in topologies
+        if topology != ONE_DEVICE
+    ]
+    if faults:
+        raise ConfigError(faults)
+
+
 def parse_topology(topology: str) -> dict[str, int]:
     """Read ``fsdp2xtp2`` as sizes.
 
@@ -224,10 +264,47 @@ def parse_topology(topology: str) -> dict[str, int]:
     return sizes
 
 
-def compute_hugging_face(folder: Path, input_ids_BT: Tensor, labels_BT: Tensor) -> Results:
-    """Ask Hugging Face."""
+def widened_to(tolerances: Tolerances, rounded: Results, exact: Results) -> Tolerances:
+    """Accept of each kind of result what Hugging Face's own bf16 is away from its fp32 at worst, where that is more.
+
+    Args:
+        tolerances: Of well-conditioned weights.
+        rounded: Hugging Face in bf16.
+        exact: Hugging Face in fp32.
+
+    Raises:
+        ConfigError: It loses so much that no comparison would say anything.
+    """
+    logits, loss = relative_error(rounded.logits, exact.logits), relative_error(rounded.loss, exact.loss)
+    gradient = max(gradient_errors(rounded.gradients, exact.gradients).values())
+    print(f"Hugging Face's own bf16 is away by: logits {logits:.1e}, loss {loss:.1e}, gradients up to {gradient:.1e}")
+    if gradient > _SAYS_NOTHING:
+        rule = f"must say something of these weights: Hugging Face itself is off by {gradient:.2f} of a gradient in it"
+        raise ConfigError([Fault("--dtype", "bfloat16", rule, "use float32")])
+    return Tolerances(max(tolerances.logits, logits), max(tolerances.loss, loss), max(tolerances.gradient, gradient))
+
+
+def compute_hugging_face(
+    folder: Path,
+    input_ids_BT: Tensor,
+    labels_BT: Tensor,
+    *,
+    in_bf16: bool = False,
+    replayed: Mapping[str, Tensor] | None = None,
+) -> Results:
+    """Ask Hugging Face.
+
+    Args:
+        folder: Its folder.
+        input_ids_BT: Tokens.
+        labels_BT: Their labels.
+        in_bf16: Compute in bf16 on fp32 weights, as ours does.
+        replayed: As for ``compute_here``.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **PLAIN_FORWARD).eval()
-    out = model(input_ids=input_ids_BT, labels=unshifted(labels_BT))
+    replay_in_hugging_face(model, replayed or {})
+    with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
+        out = model(input_ids=input_ids_BT, labels=unshifted(labels_BT))
     out.loss.backward()
     return Results(out.logits.detach(), out.loss.item(), gradients(model))
 
@@ -240,7 +317,12 @@ def compute_reference(checked: CheckedJob, input_ids_BT: Tensor, labels_BT: Tens
     logits_BTV = reference(input_ids_BT)
     loss = plain_mean_loss(logits_BTV, labels_BT)
     loss.backward()
-    return Results(logits_BTV.detach(), loss.item(), gradients(reference))
+    probabilities = {
+        f"{fqn}.router": torch.stack([torch.stack(logits_TE) for logits_TE in module.logits]).detach().softmax(dim=-1)
+        for fqn, module in reference.named_modules()
+        if isinstance(module, ReferenceMoE)
+    }
+    return Results(logits_BTV.detach(), loss.item(), gradients(reference), probabilities)
 
 
 def load_ours(checked: CheckedJob) -> nn.Module:
@@ -254,16 +336,27 @@ def load_ours(checked: CheckedJob) -> nn.Module:
     return model
 
 
-def compute_here(checked: CheckedJob, input_ids_BT: Tensor, labels_BT: Tensor) -> Results:
-    """Compute ours in this process."""
+def compute_here(
+    checked: CheckedJob, input_ids_BT: Tensor, labels_BT: Tensor, replayed: Mapping[str, Tensor]
+) -> Results:
+    """Compute ours in this process.
+
+    Args:
+        checked: The job.
+        input_ids_BT: Tokens.
+        labels_BT: Their labels.
+        replayed: By fqn of a router, probabilities whose best experts its tokens visit; other routers choose.
+    """
     model = load_ours(checked)
+    choices = replay_here(model, replayed)
     mix_precision = checked.job.fsdp_config.mix_precision
     precision = ComputePrecision(mix_precision, torch.device("cpu"), has_fsdp_domain=False)
     with precision.forward_context():
         logits_BTV = model(input_ids_BT)
         loss = mean_loss(logits_BTV, labels_BT)
     loss.backward()
-    return Results(logits_BTV.detach(), loss.item(), gradients(model))
+    lost = {fqn: choice.lost_BT() for fqn, choice in choices.items()}
+    return Results(logits_BTV.detach(), loss.item(), gradients(model), lost=lost)
 
 
 def compute_on_ranks(checked: CheckedJob, input_ids_BT: Tensor, labels_BT: Tensor) -> Results:
@@ -320,6 +413,11 @@ def hold_against(
     yield Difference(topology, name, "loss", relative_error(ours.loss, oracle.loss), tolerances.loss)
     for fqn, error in gradient_errors(named, oracle.gradients).items():
         yield Difference(topology, name, f"gradient of {fqn}", error, tolerances.gradient)
+    if name == REFERENCE:
+        for fqn, lost_BT in ours.lost.items():
+            # As wrong as a probability may be: as any result of a forward in this dtype.
+            what = f"{CHOICES} {fqn}, {(lost_BT > 0).double().mean():.1%} others"
+            yield Difference(topology, name, what, lost_BT.max().item(), tolerances.logits)
 
 
 def show(differences: Sequence[Difference], num_rows: int) -> int:
@@ -331,5 +429,8 @@ def show(differences: Sequence[Difference], num_rows: int) -> int:
         table.add_row(row.topology, row.oracle, row.what, f"{row.error:.2e}", f"{row.tolerance:.0e}", verdict)
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)
+    for row in differences:
+        if row.what.startswith(CHOICES):
+            console.print(f"replayed: {row.what}, giving away up to {row.error:.1e} of probability")
     console.print(f"{len(differences)} compared, the worst {min(num_rows, len(differences))} shown; {len(over)} over")
     return int(bool(over))

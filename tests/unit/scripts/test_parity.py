@@ -11,8 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.registry import FAMILIES
+from models.registry import FAMILIES, load_spec
+from torchtrain.checkpoint.hf_export import LiveWeights, SideFiles, export_weights
+from torchtrain.hugging_face.model_config import write_config
 from torchtrain.nn.rope import RotaryTable
+from torchtrain.nn.routing import BestScores
+from torchtrain.testing.oracles import randomised
 
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "parity"
 
@@ -37,7 +41,7 @@ def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 
 
 def test_every_family_has_a_script():
-    assert {path.stem for path in SCRIPTS.glob("*.py")} == {*FAMILIES, "compare"}
+    assert {path.stem for path in SCRIPTS.glob("*.py")} == {*FAMILIES, "compare", "replay"}
 
 
 def test_a_family_that_agrees_with_both_oracles_ends_with_0(run_script):
@@ -47,6 +51,32 @@ def test_a_family_that_agrees_with_both_oracles_ends_with_0(run_script):
     assert "56 compared" in told
     assert "0 over" in told
     assert "OVER" not in told
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_we_export_agrees_with_both_oracles(run_script, tmp_path, family):
+    small = runpy.run_path(str(SCRIPTS / f"{family}.py"))["SMALL"]
+    spec = load_spec(family)
+    torch.manual_seed(1)
+    model = randomised(spec.build(small))
+    side_files = SideFiles(write_config(small, spec.hugging_face.config, dtype="float32"), {})
+    folder = tmp_path / "exported"
+    export_weights(LiveWeights(dict(model.named_parameters())), folder, spec.hugging_face.weights, side_files)
+    code, told = run_script(family, "--hf", str(folder), "--rows", "3")
+    assert (code, "0 over" in told) == (0, True), told
+
+
+def test_in_bf16_choices_of_experts_are_replayed_and_judged_by_what_they_give_away(run_script, monkeypatch):
+    code, told = run_script("qwen3_moe", "--dtype", "bfloat16", "--rows", "1")
+    assert (code, "0 over" in told) == (0, True), told
+    assert told.count("replayed: choices of") == 2
+    # The worst experts rather than the best: no rounding.
+    monkeypatch.setattr(BestScores, "__call__", lambda self, scores_BTE, count: (-scores_BTE).topk(count).indices)
+    code, told = run_script("qwen3_moe", "--dtype", "bfloat16", "--rows", "2")
+    assert (code, "2 over" in told) == (1, True), told
+    code, told = run_script("qwen3_moe", "--dtype", "bfloat16", "--topology", "fsdp2")
+    assert code == 2
+    assert "choices are replayed on one device only" in told
 
 
 def test_a_planted_fault_is_shown_worst_first_and_ends_with_1(run_script, monkeypatch):
