@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -20,6 +21,7 @@ from torchtrain.distributed import gradient_norm
 from torchtrain.distributed.expert_parallel import apply
 from torchtrain.distributed.fsdp2 import manager
 from torchtrain.distributed.meshes import Meshes
+from torchtrain.nn import routing
 from torchtrain.nn.moe import TokenDispatcher
 from torchtrain.testing.ranks import run_ranks
 from torchtrain.trainer import expert_loads, step
@@ -55,6 +57,7 @@ ALL_OF_FOUR = model(num_experts=4, num_experts_per_tok=4, shared_expert_intermed
 BALANCED_OVER_BATCH = model(router_aux_loss_scope="batch")
 BIASED = model(router_bias_update_rate=0.01, router_aux_loss_coef=0.0)
 FOUR_LAYERS = model(num_hidden_layers=4)
+ONE_LAYER = model(num_hidden_layers=1, mlp_only_layers="[]")
 
 EP2, EP4 = "accelerator.ep_size=2", "accelerator.ep_size=4"
 TP, SP = "accelerator.tp_size=2", "accelerator.sequence_parallel=true"
@@ -95,6 +98,7 @@ CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
         MODEL,
         (EP2, EDP_SHARD_2, micro(2), "activation_checkpoint={mode: selective_op, recompute_exchange: true}"),
     ),
+    "compiled": (2, ONE_LAYER, (EP2, micro(4), "compile.enabled=true", "compile.backend=aot_eager")),
     "zero_copy": (4, MODEL, (EP2, EDP_SHARD_2, SHARD_2, micro(2), "fsdp_config.comm_fusion=true")),
 }
 
@@ -231,6 +235,22 @@ def move_biases_by_own_load(overrides: tuple[str, ...]) -> Outcome:
     return train_on_this_rank(overrides)
 
 
+def route_anew_in_a_recomputation(overrides: tuple[str, ...]) -> Outcome:
+    """Activation checkpointing: the router chooses again, and this time otherwise."""
+    choose = routing.BestScores.__call__
+
+    def choose_otherwise(self: routing.BestScores, scores_BTE: Tensor, num_choices: int) -> Tensor:
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        return choose(self, scores_BTE.roll(1, dims=-1) if is_recomputed else scores_BTE, num_choices)
+
+    def compute_anew(compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+    routing.BestScores.__call__ = choose_otherwise
+    routing.keep = compute_anew
+    return train_on_this_rank(overrides)
+
+
 Mutation = Callable[[tuple[str, ...]], Outcome]
 MUTATIONS: dict[Mutation, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     average_over_expert_replicas: (4, MODEL, (EP2, SHARD_2, micro(2))),
@@ -242,6 +262,7 @@ MUTATIONS: dict[Mutation, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     send_tokens_from_every_tp_rank: (2, MODEL, (EP2, TP, micro(8))),
     count_load_of_this_rank_only: (2, MODEL, (EP2, CP, micro(8))),
     move_biases_by_own_load: (2, BIASED, (EP2, micro(4))),
+    route_anew_in_a_recomputation: (2, MODEL, (EP2, micro(4), "activation_checkpoint.mode=full")),
 }
 
 

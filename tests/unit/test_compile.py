@@ -82,11 +82,12 @@ def test_a_compiled_block_with_experts_keeps_losses_gradients_and_loads(mode):
     compiled.load_state_dict(plain.state_dict())
     apply_activation_checkpoint(compiled, ActivationCheckpointConfig(mode=mode))
     apply_compile(compiled, CompileConfig(enabled=True, backend="aot_eager"))
-    for model in (plain, compiled):
-        set_auxiliary_loss_factor(model, 0.1)
-
-    assert relative_error(run(compiled), run(plain)) <= MODEL_GRADIENT
-    for fqn, parameter in compiled.named_parameters():
-        assert relative_error(parameter.grad, plain.get_parameter(fqn).grad) <= MODEL_GRADIENT, fqn
-    expected, actual = take_loads(plain), take_loads(compiled)
-    assert all(torch.equal(actual[fqn], expected[fqn]) for fqn in expected)
+    # As in training, where every step has its own number of tokens; compile makes a variable of what it sees change.
+    for factor in (0.1, 0.3):
+        for model in (plain, compiled):
+            set_auxiliary_loss_factor(model, factor)
+        assert relative_error(run(compiled), run(plain)) <= MODEL_GRADIENT
+        for fqn, parameter in compiled.named_parameters():
+            assert relative_error(parameter.grad, plain.get_parameter(fqn).grad) <= MODEL_GRADIENT, fqn
+        expected, actual = take_loads(plain), take_loads(compiled)
+        assert all(torch.equal(actual[fqn], expected[fqn]) for fqn in expected)

@@ -91,8 +91,8 @@ def measure_shares(counts_BE: Tensor, counter: LoadCounter, scope: Scope, num_ch
 def auxiliary_loss(probabilities_BTE: Tensor, shares_BE: Tensor, coef: float) -> Tensor:
     """Sum over tokens of ``coef * E * sum_i share_i * probability_ti``.
 
-    Summed, not averaged: the factor that makes the token losses a mean makes this one too. Balanced routing costs
-    ``coef * num_choices`` a token.
+    Summed, not averaged: the trainer's factor makes it a mean over all that go forward in a step. Balanced routing
+    costs ``coef * num_choices`` a token.
 
     Source: Fedus et al. 2021, "Switch Transformers", equations 4 to 6, with Hugging Face's shares, which sum to the
         number of choices; per sequence: DeepSeek-AI 2024, "DeepSeek-V3", equations 17 to 20.
@@ -115,20 +115,21 @@ def attach_loss(carrier: Tensor, loss: Tensor, factor: float) -> Tensor:
     Args:
         carrier: Any tensor that the model's loss depends on.
         loss: A scalar.
-        factor: What the trainer multiplies token losses by in this step, loss scale included.
+        factor: One over the positions of the whole step, times the loss scale.
     """
-    return cast(Tensor, _AttachedLoss.apply(carrier, loss, factor))
+    # The factor stays outside: it changes from step to step, and torch 2.13 fails to compile a backward that reads it.
+    return cast(Tensor, _AttachedLoss.apply(carrier, loss * factor))
 
 
 class _AttachedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, loss: Tensor, factor: float) -> Tensor:
-        ctx.factor, ctx.loss_dtype = factor, loss.dtype
+    def forward(ctx: Any, carrier: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss_dtype = loss.dtype
         return carrier.view_as(carrier)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        return grads[0], grads[0].new_full((), ctx.factor, dtype=ctx.loss_dtype), None
+        return grads[0], grads[0].new_ones((), dtype=ctx.loss_dtype)
 
 
 def step_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
