@@ -18,7 +18,7 @@ Length", section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,11 +98,10 @@ def recurrent(
             decay_BNT = decay_BNT.masked_fill(is_start_BT[:, None], 0.0)
         state_BNHV = v_BNTV.new_zeros(*q_BNTH.shape[:2], q_BNTH.shape[-1], v_BNTV.shape[-1])
         outs = []
-        for token in range(q_BNTH.shape[2]):
-            q_BNH, k_BNH, v_BNV = q_BNTH[:, :, token], k_BNTH[:, :, token], v_BNTV[:, :, token]
-            state_BNHV = state_BNHV * decay_BNT[:, :, token, None, None]
+        for q_BNH, k_BNH, v_BNV, kept_BN, beta_BN in _steps(q_BNTH, k_BNTH, v_BNTV, decay_BNT, beta_BNT):
+            state_BNHV = state_BNHV * kept_BN[..., None, None]
             held_BNV = (k_BNH[..., None, :] @ state_BNHV).squeeze(-2)
-            error_BNV = beta_BNT[:, :, token, None] * (v_BNV - held_BNV)
+            error_BNV = beta_BN[..., None] * (v_BNV - held_BNV)
             state_BNHV = state_BNHV + k_BNH[..., :, None] * error_BNV[..., None, :]
             outs.append((q_BNH[..., None, :] @ state_BNHV).squeeze(-2))
         return torch.stack(outs, dim=1).to(v_BTNV.dtype)
@@ -128,7 +127,7 @@ def chunked(
         q, k, v = (F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, chunk_size)) for x in (q, k, v))
         log_decay, beta = (F.pad(x, (0, padding)).unflatten(2, (-1, chunk_size)) for x in (log_decay, beta))
         masks = _plan_masks(segments_BT, padding, chunk_size)
-        terms = _solve_chunks(q, k, v, log_decay.cumsum(dim=-1), beta, masks)
+        terms = _solve_chunks(q, k, v, log_decay, beta, masks)
         out_BNTV = _scan(terms).flatten(2, 3)[:, :, :num_tokens]
         return out_BNTV.transpose(1, 2).to(v_BTNV.dtype)
 
@@ -203,19 +202,21 @@ def _solve_chunks(
         q: ``[B, N, L, C, H]``, and ``k``, ``v`` likewise.
         k: See ``q``.
         v: See ``q``.
-        log_decay_BNLC: Summed up from the chunk's start.
+        log_decay_BNLC: Of each token.
         beta: ``[B, N, L, C]``.
         masks: Of the document bounds.
     """
     visible = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
-    read_BNLC, write_BNLC = log_decay_BNLC.exp(), (log_decay_BNLC[..., -1:] - log_decay_BNLC).exp()
+    # Each stretch is summed up by itself: of two sums from the chunk's start, which a token that forgets nearly all
+    # makes large, the difference would be their rounding.
+    between_BNLCC = log_decay_BNLC[..., :, None].where(visible.tril(-1), 0.0).cumsum(dim=-2)
+    read_BNLC, write_BNLC = log_decay_BNLC.cumsum(dim=-1).exp(), between_BNLCC[..., -1, :].exp()
     carry_BNL = read_BNLC[..., -1]
     if masks is not None:
         visible = visible & masks.same_B1LCC
         read_BNLC, write_BNLC = read_BNLC * masks.reads_B1LC, write_BNLC * masks.writes_B1LC
         carry_BNL = carry_BNL * masks.carries_B1L
-    # Masked before the exponential, which overflows where a later token's decay is undone.
-    decay_BNLCC = (log_decay_BNLC[..., :, None] - log_decay_BNLC[..., None, :]).masked_fill(~visible, -torch.inf).exp()
+    decay_BNLCC = between_BNLCC.masked_fill(~visible, -torch.inf).exp()
     beta = beta[..., None]
     system_BNLCC = ((beta * k) @ k.mT) * decay_BNLCC
     sources = torch.cat((beta * v, beta * read_BNLC[..., None] * k), dim=-1)
@@ -233,15 +234,24 @@ def _solve_chunks(
 
 def _scan(terms: _ChunkTerms) -> Tensor:
     """Pass the state through the chunks; returns ``out_BNLCV``."""
-    batch_heads, (num_chunks, _, key_size) = terms.k_BNLCH.shape[:2], terms.k_BNLCH.shape[2:]
+    batch_heads, key_size = terms.k_BNLCH.shape[:2], terms.k_BNLCH.shape[-1]
     state_BNHV = terms.k_BNLCH.new_zeros(*batch_heads, key_size, terms.writes_BNLCV.shape[-1])
     outs = []
-    for chunk in range(num_chunks):
-        written_BNCV = terms.writes_BNLCV[:, :, chunk] - terms.corrections_BNLCH[:, :, chunk] @ state_BNHV
-        outs.append(terms.q_BNLCH[:, :, chunk] @ state_BNHV + terms.scores_BNLCC[:, :, chunk] @ written_BNCV)
-        left_BNHV = state_BNHV * terms.decay_BNL[:, :, chunk, None, None]
-        state_BNHV = left_BNHV + terms.k_BNLCH[:, :, chunk].mT @ written_BNCV
+    for q_BNCH, scores_BNCC, writes_BNCV, corrections_BNCH, k_BNCH, kept_BN in _steps(
+        terms.q_BNLCH, terms.scores_BNLCC, terms.writes_BNLCV, terms.corrections_BNLCH, terms.k_BNLCH, terms.decay_BNL
+    ):
+        written_BNCV = writes_BNCV - corrections_BNCH @ state_BNHV
+        outs.append(q_BNCH @ state_BNHV + scores_BNCC @ written_BNCV)
+        state_BNHV = state_BNHV * kept_BN[..., None, None] + k_BNCH.mT @ written_BNCV
     return torch.stack(outs, dim=2)
+
+
+def _steps(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Take tensors apart along dim 2.
+
+    At once, not by index: the backward of each index fills a tensor of the whole size.
+    """
+    return zip(*(tensor.unbind(dim=2) for tensor in tensors), strict=True)
 
 
 def _torch_first(problem: DeltaRuleProblem) -> Sequence[str]:

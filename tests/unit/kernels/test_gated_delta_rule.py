@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrain.kernels.flash_linear_attention import document_bounds
 from torchtrain.kernels.gated_delta_rule import (
@@ -87,6 +88,42 @@ def test_a_packed_document_is_what_it_is_alone(rule):
                 # The decay of a document's first token multiplies nothing.
                 assert (ours[row : row + 1, part] - theirs).norm() <= MODEL_GRADIENT * ours.norm()
             start += length
+
+
+def test_a_token_that_forgets_nearly_all_costs_the_others_no_digits():
+    inputs = draw()
+    forgets = torch.rand(inputs[3].shape) < 0.15
+    inputs[3] = torch.where(forgets, -321.3, inputs[3].detach() / 100).requires_grad_()
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected, expected_grads = differentiate(recurrent, exact, segments())
+    out, grads = differentiate(chunked, inputs, segments())
+    assert relative_error(out, expected) <= MODEL_OUTPUT
+    for name, ours, theirs in zip(["q", "k", "v", "log_decay", "beta"], grads, expected_grads, strict=True):
+        assert relative_error(ours, theirs) <= MODEL_OUTPUT, name
+
+
+class WrittenValues(TorchDispatchMode):
+    """Counts the values of all results, views aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.count += result.numel()
+        return result
+
+
+@pytest.mark.parametrize("rule", [chunked, recurrent])
+def test_work_grows_with_the_tokens_and_not_with_their_square(rule):
+    counts = []
+    for tokens in (256, 512):
+        with WrittenValues() as written:
+            differentiate(rule, draw(rows=1, tokens=tokens), None, chunk_size=16)
+        counts.append(written.count)
+    assert counts[1] < 2.1 * counts[0]
 
 
 def test_gradients_are_those_of_differences():
