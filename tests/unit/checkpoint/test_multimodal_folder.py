@@ -31,11 +31,16 @@ VISION: dict[str, Any] = {
     "num_position_embeddings": 16,
     "out_hidden_size": SIZES["hidden_size"],
 }
-MULTIMODAL = ("qwen3_5", "qwen3_5_moe")
 
 
-def save_multimodal(family: str, folder: Path) -> nn.Module:
-    """Let Hugging Face's multimodal class save itself, and lay beside it what only published folders have."""
+def save_multimodal(family: str, folder: Path, *, are_experts_fused: bool = False) -> nn.Module:
+    """Let Hugging Face's multimodal class save itself, and lay beside it what only published folders have.
+
+    Args:
+        family: As in ``model.name``.
+        folder: Where to.
+        are_experts_fused: As they are in memory, instead of a tensor for each expert and projection.
+    """
     torch.manual_seed(7)
     sizes = {**SIZES, **FAMILIES[family]}
     outer = {"tie_word_embeddings": sizes.get("tie_word_embeddings", False)}
@@ -45,6 +50,8 @@ def save_multimodal(family: str, folder: Path) -> nn.Module:
         for name, parameter in model.named_parameters():
             parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
     model.save_pretrained(folder)
+    if are_experts_fused:
+        save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     add_tensor(folder, "mtp.fc.weight")
     return model
 
@@ -71,10 +78,15 @@ def fill(family: str, folder: Path) -> tuple[nn.Module, FillReport]:
     return model, report
 
 
-@pytest.mark.parametrize("family", MULTIMODAL)
-def test_the_text_side_is_read_and_the_other_parts_are_named_as_unused(tmp_path: Path, family: str) -> None:
-    theirs = save_multimodal(family, tmp_path)
+@pytest.mark.parametrize(
+    ("family", "are_experts_fused"), [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True)]
+)
+def test_the_text_side_is_read_and_the_other_parts_are_named_as_unused(
+    tmp_path: Path, family: str, are_experts_fused: bool
+) -> None:
+    theirs = save_multimodal(family, tmp_path, are_experts_fused=are_experts_fused)
     names = stored_tensors(tmp_path).keys()
+    assert any(name.endswith("experts.gate_up_proj") for name in names) == are_experts_fused
     assert all(name.startswith(("model.language_model.", "model.visual.", "mtp.", "lm_head.")) for name in names)
     model, report = fill(family, tmp_path)
     assert report.is_complete, report
