@@ -188,7 +188,7 @@ def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
 
 
 def set_auxiliary_loss_factor(model: nn.Module, factor: float) -> None:
-    """Say what auxiliary losses are multiplied by: in each step what token losses are, before its first forward."""
+    """Say what auxiliary losses, sums over positions, are multiplied by; before a step's first forward."""
     for _, router in routers(model):
         router.auxiliary_loss_factor = factor
 

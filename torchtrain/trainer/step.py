@@ -65,6 +65,7 @@ class TrainStep:
         source_names: Sequence[str],
     ) -> None:
         self._max_grad_norm = job.training.max_grad_norm
+        self._num_positions = job.training.global_batch_size * job.training.seq_len
         self._model = model
         self._optimizer = optimizer
         self._forward_backward = forward_backward
@@ -111,9 +112,10 @@ class TrainStep:
 
     def _accumulate(self, micro_batches: Sequence[Batch], num_valid_tokens: float) -> LossSums:
         sums = LossSums(self._source_names, self._meshes.device)
-        factor = (self._scaler.scale if self._scaler else 1.0) / num_valid_tokens
-        set_auxiliary_loss_factor(self._model, factor)
-        self._forward_backward.train(micro_batches, factor, sums)
+        scale = self._scaler.scale if self._scaler else 1.0
+        # Every position is routed, with a label or without: a ragged mask must not make balance weigh more.
+        set_auxiliary_loss_factor(self._model, scale / self._num_positions)
+        self._forward_backward.train(micro_batches, scale / num_valid_tokens, sums)
         sum_partial_gradients(self._model, self._meshes.fsdp_non_moe_mesh["tp"])
         return sums
 
