@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import sys
@@ -13,10 +14,12 @@ import torch
 
 from models.registry import FAMILIES, load_spec
 from torchtrain.checkpoint.hf_export import LiveWeights, SideFiles, export_weights
+from torchtrain.errors import ConfigError
 from torchtrain.hugging_face.model_config import write_config
 from torchtrain.nn.rope import RotaryTable
 from torchtrain.nn.routing import BestScores
 from torchtrain.testing.oracles import randomised
+from torchtrain.testing.tolerances import BF16_TENSOR
 
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "parity"
 
@@ -53,17 +56,42 @@ def test_a_family_that_agrees_with_both_oracles_ends_with_0(run_script):
     assert "OVER" not in told
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_we_export_agrees_with_both_oracles(run_script, tmp_path, family):
+def export_small(family: str, folder: Path) -> None:
+    """Write a drawn model of a script's sizes for Hugging Face."""
     small = runpy.run_path(str(SCRIPTS / f"{family}.py"))["SMALL"]
     spec = load_spec(family)
     torch.manual_seed(1)
     model = randomised(spec.build(small))
     side_files = SideFiles(write_config(small, spec.hugging_face.config, dtype="float32"), {})
-    folder = tmp_path / "exported"
     export_weights(LiveWeights(dict(model.named_parameters())), folder, spec.hugging_face.weights, side_files)
-    code, told = run_script(family, "--hf", str(folder), "--rows", "3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_we_export_agrees_with_both_oracles(run_script, tmp_path, family):
+    export_small(family, tmp_path / "exported")
+    code, told = run_script(family, "--hf", str(tmp_path / "exported"), "--rows", "3")
     assert (code, "0 over" in told) == (0, True), told
+
+
+def test_a_folder_in_bf16_is_held_to_what_hugging_face_loses_with_the_same_choices(run_script, tmp_path):
+    export_small("qwen3_moe", tmp_path / "exported")
+    code, told = run_script("qwen3_moe", "--hf", str(tmp_path / "exported"), "--dtype", "bfloat16")
+    assert (code, "0 over" in told) == (0, True), told
+    found = re.search(r"own bf16 is away by: .* gradients up to ([\d.e-]+)", told)
+    # With choices of its own it is away by many times that.
+    assert found is not None
+    assert float(found[1]) <= 2 * BF16_TENSOR
+
+
+def test_weights_on_which_bf16_says_nothing_are_refused(run_script):
+    compare = importlib.import_module("compare")
+    tolerances, one = compare.TOLERANCES_OF_FOLDERS["bfloat16"], torch.ones(3)
+    exact = compare.Results(one, 1.0, {"weight": one})
+    widened = compare.widened_to(tolerances, compare.Results(one, 1.0, {"weight": 0.8 * one}), exact)
+    assert (widened.logits, widened.loss) == (tolerances.logits, tolerances.loss)
+    assert widened.gradient == pytest.approx(0.2)
+    with pytest.raises(ConfigError, match=r"must say something of these weights"):
+        compare.widened_to(tolerances, compare.Results(one, 1.0, {"weight": 0.4 * one}), exact)
 
 
 def test_in_bf16_choices_of_experts_are_replayed_and_judged_by_what_they_give_away(run_script, monkeypatch):
