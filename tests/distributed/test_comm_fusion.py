@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from models.registry import load_spec, resolve_architecture
 from tests.parity.harness import MODEL, Outcome, make_global_batch, train_on_this_rank
+from tests.shared_ranks import SharedRanks
 from torchtrain.config.load import load_job
 from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.topology import Topology
@@ -73,10 +74,12 @@ def assert_same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, tor
     assert [fqn for fqn, tensor in expected.items() if not torch.equal(actual[fqn], tensor)] == [], name
 
 
+RUNS = SharedRanks(train_with_every_fusion, {case: (size, (overrides,)) for case, (size, overrides) in CASES.items()})
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_fusion_and_zero_copy_change_no_bit_of_three_steps(case: str) -> None:
-    world_size, overrides = CASES[case]
-    run_ranks(train_with_every_fusion, world_size, overrides)
+def test_fusion_and_zero_copy_change_no_bit_of_three_steps(case: str, chosen_rows: list[str]) -> None:
+    RUNS.results(case, chosen_rows)
 
 
 NUM_LAYERS = 2

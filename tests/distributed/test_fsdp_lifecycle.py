@@ -13,12 +13,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from models.registry import load_spec, resolve_architecture
 from tests.parity.harness import MODEL, make_global_batch
+from tests.shared_ranks import SharedRanks
 from torchtrain.config.load import load_job
 from torchtrain.distributed.fsdp2.accumulation import set_micro_batch_policy
 from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.topology import Topology
 from torchtrain.tasks.pretrain import PretrainTask
-from torchtrain.testing.ranks import run_ranks
 from torchtrain.testing.shares import split_batch
 from torchtrain.trainer.run import Run, build_model
 
@@ -65,34 +65,51 @@ def layer(index: int) -> str:
     return f"layers.{index}"
 
 
-def on_two_ranks(*overrides: str) -> list[list[tuple[str, str]]]:
-    return run_ranks(trace, 2, "fsdp_config.dp_shard_size=2", *overrides)[0]
+ONE_MICRO_BATCH = "training.global_batch_size=4"
+# Depths of forward and backward differ in every row, or one key could stand in for the other.
+DEPTHS = [(0, 1), (1, 3), (3, 0)]
+JOBS: dict[str, tuple[str, ...]] = {
+    **{
+        f"depths_{forward}_{backward}": (
+            f"fsdp_config.forward_prefetch_depth={forward}",
+            f"fsdp_config.backward_prefetch_depth={backward}",
+            ONE_MICRO_BATCH,
+        )
+        for forward, backward in DEPTHS
+    },
+    "whole_after_forward": ("fsdp_config.reshard_after_forward=false", ONE_MICRO_BATCH),
+    "recomputed": ("activation_checkpoint.mode=full", ONE_MICRO_BATCH),
+    "whole_after_backward": ("fsdp_config.reshard_after_backward=false",),
+    "defaults": (),
+    "reduced_last": ("fsdp_config.requires_grad_sync=false",),
+}
+TRACES = SharedRanks(trace, {name: (2, ("fsdp_config.dp_shard_size=2", *words)) for name, words in JOBS.items()})
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
-def test_forward_prefetch_gathers_exactly_n_units_early(depth: int) -> None:
-    events = on_two_ranks(f"fsdp_config.forward_prefetch_depth={depth}", "training.global_batch_size=4")[0]
+def traced(name: str) -> list[list[tuple[str, str]]]:
+    return TRACES.results(name, list(JOBS))[0]
+
+
+@pytest.mark.parametrize(("depth", "backward_depth"), DEPTHS)
+def test_forward_prefetch_gathers_exactly_n_units_early(depth: int, backward_depth: int) -> None:
+    (events,) = traced(f"depths_{depth}_{backward_depth}")
     order = ["", *(layer(i) for i in range(NUM_LAYERS))]
     expected = {unit: order[max(0, i - depth)] for i, unit in enumerate(order)}
     assert gathered_while(events, "pre_forward") == expected
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
-def test_backward_prefetch_gathers_exactly_n_units_early(depth: int) -> None:
-    events = on_two_ranks(f"fsdp_config.backward_prefetch_depth={depth}", "training.global_batch_size=4")[0]
+@pytest.mark.parametrize(("forward_depth", "depth"), DEPTHS)
+def test_backward_prefetch_gathers_exactly_n_units_early(forward_depth: int, depth: int) -> None:
+    (events,) = traced(f"depths_{forward_depth}_{depth}")
     order = ["", *(layer(i) for i in reversed(range(NUM_LAYERS)))]
     # The root is still gathered from forward, so it gathers nothing itself.
     expected = {unit: order[max(0, i - depth)] for i, unit in enumerate(order) if unit}
     assert gathered_while(events, "pre_backward") == expected
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
-def test_nothing_is_gathered_and_never_used(depth: int) -> None:
-    events = on_two_ranks(
-        f"fsdp_config.forward_prefetch_depth={depth}",
-        f"fsdp_config.backward_prefetch_depth={depth}",
-        "training.global_batch_size=4",
-    )[0]
+@pytest.mark.parametrize(("forward_depth", "backward_depth"), DEPTHS)
+def test_nothing_is_gathered_and_never_used(forward_depth: int, backward_depth: int) -> None:
+    (events,) = traced(f"depths_{forward_depth}_{backward_depth}")
     gathers = Counter(unit for name, unit in events if name == "all_gather")
     assert gathers == {"": 1, **{layer(i): 2 for i in range(NUM_LAYERS)}}
 
@@ -105,31 +122,30 @@ gathers, reductions = count("all_gather"), count("post_backward_reduce")
 
 
 def test_reshard_after_forward_false_gathers_each_unit_once() -> None:
-    (events,) = on_two_ranks("fsdp_config.reshard_after_forward=false", "training.global_batch_size=4")
+    (events,) = traced("whole_after_forward")
     assert gathers(events) == NUM_LAYERS + 1
 
 
 def test_full_recompute_gathers_no_more_than_backward_itself() -> None:
-    (events,) = on_two_ranks("activation_checkpoint.mode=full", "training.global_batch_size=4")
+    (events,) = traced("recomputed")
     assert gathers(events) == 2 * NUM_LAYERS + 1
 
 
 def test_reshard_after_backward_false_keeps_parameters_for_the_next_micro_batch() -> None:
-    first, second = on_two_ranks("fsdp_config.reshard_after_backward=false")
+    first, second = traced("whole_after_backward")
     assert gathers(first) == 2 * NUM_LAYERS + 1
     # Everything is still whole when the second forward begins; its forward reshards, its backward gathers again.
     assert gathers(second) == NUM_LAYERS
 
 
 def test_reshard_after_backward_true_gathers_again() -> None:
-    first, second = on_two_ranks()
+    first, second = traced("defaults")
     assert gathers(first) == gathers(second) == 2 * NUM_LAYERS + 1
 
 
 def test_requires_grad_sync_reduces_on_every_micro_batch() -> None:
-    assert [reductions(events) for events in on_two_ranks()] == [NUM_LAYERS + 1, NUM_LAYERS + 1]
+    assert [reductions(events) for events in traced("defaults")] == [NUM_LAYERS + 1, NUM_LAYERS + 1]
 
 
 def test_without_requires_grad_sync_only_the_last_micro_batch_reduces() -> None:
-    traces = on_two_ranks("fsdp_config.requires_grad_sync=false")
-    assert [reductions(events) for events in traces] == [0, NUM_LAYERS + 1]
+    assert [reductions(events) for events in traced("reduced_last")] == [0, NUM_LAYERS + 1]

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tests.distributed.stored_run import StoredRun
+from tests.shared_ranks import SharedRanks
 from torchtrain.checkpoint.safe_reader import read_metadata
 from torchtrain.config.optimization import OptimizerConfig
 from torchtrain.distributed.fsdp2.main_grad import apply_main_grad, keep_gradients_in_fp32
@@ -61,10 +62,14 @@ def train_pair(*overrides: str) -> tuple[dict[str, Tensor], list[dict[str, Tenso
     return run.whole_tensors(), run.gradients
 
 
+PAIRS = SharedRanks(train_pair, WAYS)
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_mains_and_moments_are_fp32_and_the_weights_are_the_mains_rounded(way: str) -> None:
-    world_size, overrides = WAYS[way]
-    tensors, gradients = run_ranks(train_pair, world_size, *overrides)[0]
+def test_gradients_mains_and_moments_are_fp32_and_the_weights_are_the_mains_rounded(
+    way: str, chosen_rows: list[str]
+) -> None:
+    tensors, gradients = PAIRS.results(way, chosen_rows)[0]
     fqns = [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
     assert all(gradients[step].keys() == set(fqns) for step in (0, 1))
     for fqn in fqns:
@@ -78,18 +83,12 @@ def test_gradients_mains_and_moments_are_fp32_and_the_weights_are_the_mains_roun
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if "one rank" not in way and "bf16" not in way and way != "shard"])
-def test_every_way_trains_the_same_mains(way: str) -> None:
-    expected, expected_gradients = run_ranks(train_pair, *flat("shard"))[0]
-    world_size, overrides = WAYS[way]
-    tensors, gradients = run_ranks(train_pair, world_size, *overrides)[0]
+def test_every_way_trains_the_same_mains(way: str, chosen_rows: list[str]) -> None:
+    expected, expected_gradients = PAIRS.results("shard", chosen_rows)[0]
+    tensors, gradients = PAIRS.results(way, chosen_rows)[0]
     for fqn, gradient in expected_gradients[0].items():
         assert relative_error(gradients[0][fqn], gradient) < FP32_TENSOR, fqn
         assert relative_error(tensors[f"main.{fqn}"], expected[f"main.{fqn}"]) < FP32_TENSOR, fqn
-
-
-def flat(way: str) -> tuple[object, ...]:
-    world_size, overrides = WAYS[way]
-    return world_size, *overrides
 
 
 def train_fp32_storage() -> dict[str, Tensor]:

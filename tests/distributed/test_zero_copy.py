@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.distributed.checkpoint_cases import Run
+from tests.shared_ranks import SharedRanks
 from torchtrain.checkpoint.layout import checkpoint_path
 from torchtrain.config.fsdp import FSDP2Config
 from torchtrain.distributed.fsdp2.comm_fusion import apply_comm_fusion
@@ -205,9 +206,9 @@ def materialize_again(model: nn.Sequential, other: nn.Sequential) -> None:
     replace_in_place(model, other)
 
 
-@pytest.mark.parametrize(
-    "surgery",
-    [
+SURGERIES: dict[str, Callable] = {
+    surgery.__name__: surgery
+    for surgery in (
         replace_in_place,
         replace_objects,
         replace_some_objects,
@@ -215,11 +216,8 @@ def materialize_again(model: nn.Sequential, other: nn.Sequential) -> None:
         set_data_of_local,
         write_through_data,
         materialize_again,
-    ],
-)
-@pytest.mark.parametrize("is_laid_out", [False, True])
-def test_weights_from_elsewhere_are_trained(surgery: Callable, is_laid_out: bool) -> None:
-    run_ranks(operate, 2, surgery, is_laid_out)
+    )
+}
 
 
 def operate(surgery: Callable, is_laid_out: bool) -> None:
@@ -232,6 +230,18 @@ def operate(surgery: Callable, is_laid_out: bool) -> None:
     surgery(model, shard(build_plain(seed=1), COPY_IN))
     assert_trains_like(model, build_plain(seed=1))
     assert_views(model)
+
+
+OPERATED = {
+    is_laid_out: SharedRanks(operate, {name: (2, (surgery, is_laid_out)) for name, surgery in SURGERIES.items()})
+    for is_laid_out in (False, True)
+}
+
+
+@pytest.mark.parametrize("surgery", SURGERIES)
+@pytest.mark.parametrize("is_laid_out", [False, True])
+def test_weights_from_elsewhere_are_trained(surgery: str, is_laid_out: bool, chosen_rows: list[str]) -> None:
+    OPERATED[is_laid_out].take(surgery, chosen_rows)
 
 
 def exchange_weights() -> None:
@@ -456,9 +466,9 @@ def train_and_listen(variant: str, config: FSDP2Config) -> tuple[list[str], int,
 def test_what_cannot_share_a_buffer_copies_in_and_says_so_once(
     variant: str, world_size: int, num_adopted: int, line: str | None
 ) -> None:
-    for rank in range(world_size):
-        lines, adopted, weights = run_ranks(train_and_listen, world_size, variant, ZERO_COPY)[rank]
+    shared = run_ranks(train_and_listen, world_size, variant, ZERO_COPY)
+    copied = run_ranks(train_and_listen, world_size, variant, COPY_IN)
+    for (lines, adopted, weights), (_, _, expected) in zip(shared, copied, strict=True):
         assert adopted == num_adopted
         assert lines == ([f"comm_fusion_zero_copy: {line}"] if line else [])
-        _, _, expected = run_ranks(train_and_listen, world_size, variant, COPY_IN)[rank]
         assert all(torch.equal(weights[fqn], tensor) for fqn, tensor in expected.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.registry import load_spec, resolve_architecture
+from tests.shared_ranks import SharedRanks
 from torchtrain.config.job import Job
 from torchtrain.config.load import load_job
 from torchtrain.data.batch import Batch
@@ -62,7 +63,23 @@ class Outcome:
 
 def run_topology(world_size: int, *overrides: str) -> Outcome:
     """Train ``NUM_STEPS`` steps on real ranks, which must report the same scalars and not drift apart."""
-    outcomes = run_ranks(train_on_this_rank, world_size, overrides)
+    return agree(run_ranks(train_on_this_rank, world_size, overrides))
+
+
+class SharedTopologies:
+    """Jobs by name, of which those of one world size share ranks: each is what ``run_topology`` would say of it."""
+
+    def __init__(self, jobs: Mapping[str, tuple[int, Sequence[str]]]) -> None:
+        rows = {name: (world_size, (tuple(overrides),)) for name, (world_size, overrides) in jobs.items()}
+        self._ranks = SharedRanks(train_on_this_rank, rows)
+
+    def run(self, name: str, chosen: Sequence[str]) -> Outcome:
+        """Run a job with those that the session has chosen (fixture ``chosen_rows``)."""
+        return agree(self._ranks.take(name, chosen))
+
+
+def agree(outcomes: Sequence[Outcome]) -> Outcome:
+    """One outcome of all ranks, which must report the same scalars and hold the same weights."""
     first = outcomes[0]
     for rank, outcome in enumerate(outcomes):
         assert outcome.losses == first.losses, f"rank {rank} reports another loss"

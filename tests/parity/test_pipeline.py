@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from tests.parity import harness
-from tests.parity.harness import Outcome, merge_stages, one_rank, run_topology, train_on_this_rank
+from tests.parity.harness import Outcome, SharedTopologies, merge_stages, one_rank, run_topology, train_on_this_rank
 from tests.parity.test_topologies import SHARD_2, check
 from torchtrain.distributed.pipeline_parallel import schedule
 from torchtrain.distributed.pipeline_parallel.stage_plan import SPLIT_BACKWARD
@@ -72,17 +72,22 @@ def reference() -> Outcome:
     return one_rank(MODEL, "training.micro_batch_size=8")
 
 
+RUNS = SharedTopologies(
+    {name: (size, (MODEL, PP_2, ONE_BY_ONE, *overrides)) for name, (size, overrides) in CASES.items()}
+)
+COMPOSED_RUNS = SharedTopologies(
+    {name: (size, (EVEN_MODEL, PP_2, ONE_BY_ONE, *overrides)) for name, (size, overrides) in COMPOSED.items()}
+)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_pipeline_equals_one_rank(name: str) -> None:
-    world_size, overrides = CASES[name]
-    check(run_topology(world_size, MODEL, PP_2, ONE_BY_ONE, *overrides), reference())
+def test_pipeline_equals_one_rank(name: str, chosen_rows: list[str]) -> None:
+    check(RUNS.run(name, chosen_rows), reference())
 
 
 @pytest.mark.parametrize("name", COMPOSED)
-def test_pipeline_of_parallel_stages_equals_one_rank(name: str) -> None:
-    world_size, overrides = COMPOSED[name]
-    outcome = run_topology(world_size, EVEN_MODEL, PP_2, ONE_BY_ONE, *overrides)
-    check(outcome, one_rank(EVEN_MODEL, "training.micro_batch_size=8"))
+def test_pipeline_of_parallel_stages_equals_one_rank(name: str, chosen_rows: list[str]) -> None:
+    check(COMPOSED_RUNS.run(name, chosen_rows), one_rank(EVEN_MODEL, "training.micro_batch_size=8"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from tests.parity.harness import Outcome, one_rank, run_topology, train_on_this_rank
+from tests.parity.harness import Outcome, SharedTopologies, one_rank, run_topology, train_on_this_rank
 from tests.parity.test_topologies import check
 from torchtrain import parallelize
 from torchtrain.distributed.tensor_parallel import vocabulary_loss
@@ -77,11 +77,15 @@ def with_batch(world_size: int, overrides: tuple[str, ...]) -> tuple[str, ...]:
     return (f"training.micro_batch_size={8 // num_groups}", *overrides)
 
 
+RUNS = SharedTopologies(
+    {name: (size, (*model, *with_batch(size, overrides))) for name, (size, model, overrides) in CASES.items()}
+)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_tensor_parallel_equals_one_rank(name: str) -> None:
-    world_size, model, overrides = CASES[name]
-    outcome = run_topology(world_size, *model, *with_batch(world_size, overrides))
-    check(outcome, one_rank(*model, "training.micro_batch_size=8"))
+def test_tensor_parallel_equals_one_rank(name: str, chosen_rows: list[str]) -> None:
+    _, model, _ = CASES[name]
+    check(RUNS.run(name, chosen_rows), one_rank(*model, "training.micro_batch_size=8"))
 
 
 LOW_PRECISION = ("fsdp_config.mix_precision.param_dtype=bfloat16", "fsdp_config.mix_precision.reduce_dtype=float32")

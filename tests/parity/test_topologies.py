@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.harness import Outcome, one_rank, run_topology
+from tests.parity.harness import Outcome, SharedTopologies, one_rank, run_topology
 from torchtrain.testing.compare import relative_error
 from torchtrain.testing.tolerances import BF16_SCALAR, FP32_SCALAR, FP32_TENSOR
 
@@ -75,16 +75,18 @@ def check(actual: Outcome, expected: Outcome) -> None:
         assert relative_error(actual.weights[fqn], weight) <= FP32_TENSOR, f"weight {fqn} after 3 steps"
 
 
+RUNS = SharedTopologies(CASES)
+MUON_RUNS = SharedTopologies({name: (size, (MUON, *overrides)) for name, (size, overrides) in MUON_CASES.items()})
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_topology_equals_one_rank(name: str) -> None:
-    world_size, overrides = CASES[name]
-    check(run_topology(world_size, *overrides), one_rank("training.micro_batch_size=8"))
+def test_topology_equals_one_rank(name: str, chosen_rows: list[str]) -> None:
+    check(RUNS.run(name, chosen_rows), one_rank("training.micro_batch_size=8"))
 
 
 @pytest.mark.parametrize("name", MUON_CASES)
-def test_muon_on_a_topology_equals_muon_on_one_rank(name: str) -> None:
-    world_size, overrides = MUON_CASES[name]
-    check(run_topology(world_size, MUON, *overrides), one_rank(MUON, "training.micro_batch_size=8"))
+def test_muon_on_a_topology_equals_muon_on_one_rank(name: str, chosen_rows: list[str]) -> None:
+    check(MUON_RUNS.run(name, chosen_rows), one_rank(MUON, "training.micro_batch_size=8"))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
