@@ -43,9 +43,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def chosen_rows(request: pytest.FixtureRequest) -> list[str]:
     """Parameters of this test in all the rows that the session runs: the names of those that can share ranks."""
     test = request.node
-    rows = [
-        item for item in request.session.items if item.parent is test.parent and item.originalname == test.originalname
-    ]
+    functions = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    rows = [item for item in functions if item.parent is test.parent and item.originalname == test.originalname]
     return [str(value) for item in rows for value in item.callspec.params.values()]
 
 
