@@ -21,6 +21,10 @@ FSDP_TP_SP = (*FSDP_TP, "accelerator.sequence_parallel=true")
 HSDP = ("fsdp_config.dp_shard_size=2",)  # on 4 ranks, two replicas
 PP_FSDP = ("fsdp_config.dp_shard_size=2", "accelerator.pp_size=2")
 EP_EDP = ("fsdp_config.dp_shard_size=4", "accelerator.ep_size=2", "fsdp_config.edp_shard_size=2")
+FSDPTURBO = (
+    "fsdp_config.dp_shard_size=4",
+    "dist_config={name: fsdpturbo, ep_size: 2, fsdp_implementation: custom}",
+)
 EP_TP = ("fsdp_config.dp_shard_size=2", "accelerator.tp_size=2", "accelerator.ep_size=2")
 
 ROUTES = [
@@ -32,7 +36,9 @@ ROUTES = [
     ("qwen3_moe", 1, ("model.init_on_meta=false",)),
     ("qwen3_moe", 4, EP_EDP),
     ("qwen3_moe", 4, EP_TP),
+    ("qwen3_moe", 4, FSDPTURBO),
     ("qwen3_moe", 4, PP_FSDP),
+    ("qwen3_5", 1, ()),
     ("qwen3_5_moe", 1, ()),
     ("qwen3_5_moe", 4, EP_EDP),
     ("qwen3_5_moe", 4, PP_FSDP),
