@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,10 @@ PP_CP = (
 )
 HSDP = ("fsdp_config.dp_shard_size=2", "fsdp_config.comm_fusion=true")
 NUM_STEPS = 2
-ROUTE: tuple[tuple[int, tuple[str, ...]], ...] = ((4, PP_CP), (1, ()), (4, HSDP), (4, FSDP_TP))
+Stop = tuple[dict[str, Tensor], list[float]]
 
 
-def begin(overrides: tuple[str, ...], folder: Path) -> tuple[dict[str, Tensor], list[float]]:
+def begin(overrides: tuple[str, ...], folder: Path) -> Stop:
     """Train, save, and train one step more."""
     run = StoredRun(*MODEL, *overrides, folder=folder)
     run.train(NUM_STEPS)
@@ -37,7 +38,7 @@ def begin(overrides: tuple[str, ...], folder: Path) -> tuple[dict[str, Tensor], 
     return run.whole_tensors(), run.train(1)
 
 
-def pass_on(overrides: tuple[str, ...], source: Path, folder: Path) -> tuple[dict[str, Tensor], list[float]]:
+def pass_on(overrides: tuple[str, ...], source: Path, folder: Path) -> Stop:
     """Load, save elsewhere, and train one step more."""
     run = StoredRun(*MODEL, *overrides, folder=folder, resume=str(source))
     run.resume()
@@ -47,21 +48,37 @@ def pass_on(overrides: tuple[str, ...], source: Path, folder: Path) -> tuple[dic
     return tensors, run.train(1)
 
 
+def travel(target: str, legs: Sequence[tuple[tuple[str, ...], Path | None, Path]]) -> list[Stop]:
+    """Several stops on the same ranks; the one without a source is where the state begins."""
+    return [
+        begin((*overrides, target), folder)
+        if source is None
+        else pass_on((*overrides, target), source / f"step_{NUM_STEPS:08d}", folder)
+        for overrides, source, folder in legs
+    ]
+
+
 @pytest.mark.parametrize("optimizer", ["torch.optim.AdamW", "torchtrain.optim.muon.Muon"])
 def test_a_state_travels_through_every_topology_and_back_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
     target = f"optimizer._target_={optimizer}"
-    started = run_ranks(begin, 4, (*FSDP_TP, target), tmp_path / "0")
-    expected, next_step = started[0]
-    folder, arrived = tmp_path / "0", started
-    for stop, (world_size, overrides) in enumerate(ROUTE, start=1):
-        source, folder = folder / f"step_{NUM_STEPS:08d}", tmp_path / str(stop)
-        arrived = run_ranks(pass_on, world_size, (*overrides, target), source, folder)
-        everything = {name: tensor for tensors, _ in arrived for name, tensor in tensors.items()}
-        assert everything.keys() == expected.keys()
-        for tensors, _ in arrived:
-            for name, tensor in tensors.items():
-                assert torch.equal(tensor, expected[name]), (stop, name)
-    assert arrived[0][1] == next_step
+    folders = [tmp_path / str(stop) for stop in range(5)]
+    there = run_ranks(travel, 4, target, [(FSDP_TP, None, folders[0]), (PP_CP, folders[0], folders[1])])
+    alone = run_ranks(travel, 1, target, [((), folders[1], folders[2])])
+    back = run_ranks(travel, 4, target, [(HSDP, folders[2], folders[3]), (FSDP_TP, folders[3], folders[4])])
+    (expected, next_step), _ = there[0]
+    for name, ranks in (("pp x cp", [r[1] for r in there]), ("one rank", [r[0] for r in alone])):
+        assert_arrived(ranks, expected, name)
+    for leg, name in enumerate(("hsdp", "fsdp x tp")):
+        assert_arrived([stops[leg] for stops in back], expected, name)
+    assert back[0][1][1] == next_step
+
+
+def assert_arrived(ranks: Sequence[Stop], expected: dict[str, Tensor], where: str) -> None:
+    everything = {name: tensor for tensors, _ in ranks for name, tensor in tensors.items()}
+    assert everything.keys() == expected.keys(), where
+    for tensors, _ in ranks:
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, expected[name]), (where, name)
 
 
 def count_steps(overrides: tuple[str, ...], folder: Path, resume: str | None) -> dict[str, int]:

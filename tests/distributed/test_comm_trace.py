@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from models.registry import load_spec, resolve_architecture
 from tests.end_to_end.launch import metrics, train
 from tests.parity.harness import MODEL, build_train_step, make_global_batch
+from tests.shared_ranks import SharedRanks
 from torchtrain.config.load import load_job
 from torchtrain.distributed.comm_trace import CommTrace
 from torchtrain.distributed.comm_volume import CommVolume, plan_comm_volume
@@ -112,42 +113,51 @@ CASES = [
 ]
 
 
-def overrides_of(case: tuple[Any, ...]) -> tuple[int, list[str]]:
-    return case[0], ["training.micro_batch_size=1", *(f"fsdp_config.{override}" for override in case[1:])]
+def overrides_of(case: tuple[Any, ...]) -> tuple[str, ...]:
+    return ("training.micro_batch_size=1", *(f"fsdp_config.{override}" for override in case[1:]))
+
+
+KEPT = "fsdp_config.replicate_params=[norm.weight, 'layers.*.input_layernorm.weight']"
+KEPT_CASES = [
+    (2, "dp_shard_size=2"),
+    (2, "dp_shard_size=2", "comm_fusion=true"),
+    (4, "dp_shard_size=2", "comm_fusion=true", "requires_grad_sync=false"),
+    (4, "dp_shard_size=2"),
+]
+TRACES = SharedRanks(trace_one_step, {str(case): (case[0], overrides_of(case)) for case in CASES})
+KEPT_TRACES = SharedRanks(trace_one_step, {str(case): (case[0], (*overrides_of(case), KEPT)) for case in KEPT_CASES})
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_bytes_of_every_unit_are_the_closed_formula_to_the_byte(case: tuple[Any, ...]) -> None:
-    world_size, overrides = overrides_of(case)
-    records, volumes = run_ranks(trace_one_step, world_size, *overrides)[0]
+def test_bytes_of_every_unit_are_the_closed_formula_to_the_byte(case: tuple[Any, ...], chosen_rows: list[str]) -> None:
+    world_size = case[0]
+    records, volumes = TRACES.take(str(case), chosen_rows)[0]
     for rank in range(world_size):
         assert measured(records, rank) == predicted(volumes)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        (2, "dp_shard_size=2"),
-        (2, "dp_shard_size=2", "comm_fusion=true"),
-        (4, "dp_shard_size=2", "comm_fusion=true", "requires_grad_sync=false"),
-        (4, "dp_shard_size=2"),
-    ],
-    ids=lambda case: "-".join(map(str, case)),
-)
-def test_parameters_kept_whole_are_reduced_over_the_domain_and_never_gathered(case: tuple[Any, ...]) -> None:
-    world_size, overrides = overrides_of(case)
-    kept = "fsdp_config.replicate_params=[norm.weight, 'layers.*.input_layernorm.weight']"
-    records, volumes = run_ranks(trace_one_step, world_size, *overrides, kept)[0]
+@pytest.mark.parametrize("case", KEPT_CASES, ids=lambda case: "-".join(map(str, case)))
+def test_parameters_kept_whole_are_reduced_over_the_domain_and_never_gathered(
+    case: tuple[Any, ...], chosen_rows: list[str]
+) -> None:
+    records, volumes = KEPT_TRACES.take(str(case), chosen_rows)[0]
     assert measured(records, 0) == predicted(volumes)
-    domain = "fsdp_shard" if world_size == 2 else "fsdp_domain"
+    domain = "fsdp_shard" if case[0] == 2 else "fsdp_domain"
     assert ("root", "backward", "all_reduce", domain) in measured(records, 0)
 
 
+RECOMPUTED = SharedRanks(
+    trace_one_step,
+    {
+        mode: (2, ("fsdp_config.dp_shard_size=2", f"activation_checkpoint.mode={mode}"))
+        for mode in ("full", "selective_op")
+    },
+)
+
+
 @pytest.mark.parametrize("mode", ["full", "selective_op"])
-def test_activation_checkpointing_gathers_nothing_more(mode: str) -> None:
-    records, volumes = run_ranks(
-        trace_one_step, 2, "fsdp_config.dp_shard_size=2", f"activation_checkpoint.mode={mode}"
-    )[0]
+def test_activation_checkpointing_gathers_nothing_more(mode: str, chosen_rows: list[str]) -> None:
+    records, volumes = RECOMPUTED.take(mode, chosen_rows)[0]
     assert measured(records, 0) == predicted(volumes)
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.registry import load_spec, resolve_architecture
 from tests.parity.harness import MODEL, make_global_batch
+from tests.shared_ranks import SharedRanks
 from torchtrain.config.load import load_job
 from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.topology import Topology
@@ -69,8 +70,19 @@ def dtypes_of_one_step(*settings: str) -> dict[str, Any]:
     return seen | reductions.seen
 
 
+DTYPES = (("float16", FP16), ("bfloat16", BF16), ("float32", FP32))
+SETTINGS: tuple[tuple[str, ...], ...] = (
+    (),
+    *((f"param_dtype={name}",) for name, _ in DTYPES),
+    *(("param_dtype=bfloat16", f"{key}={name}") for key in ("reduce_dtype", "output_dtype") for name, _ in DTYPES),
+)
+STEPS = SharedRanks(
+    dtypes_of_one_step, {str(settings): (2, ("fsdp_config.dp_shard_size=2", *settings)) for settings in SETTINGS}
+)
+
+
 def on_two_shards(*settings: str) -> dict[str, Any]:
-    return run_ranks(dtypes_of_one_step, 2, "fsdp_config.dp_shard_size=2", *settings)[0]
+    return STEPS.results(str(settings), list(STEPS.rows))[0]
 
 
 def test_all_null_casts_nothing() -> None:
@@ -79,7 +91,7 @@ def test_all_null_casts_nothing() -> None:
     assert seen["reduce_scatter"] == seen["stored"] == seen["gradient"] == {FP32}
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("float16", FP16), ("bfloat16", BF16), ("float32", FP32)])
+@pytest.mark.parametrize(("name", "dtype"), DTYPES)
 def test_param_dtype_is_the_compute_dtype(name: str, dtype: torch.dtype) -> None:
     seen = on_two_shards(f"param_dtype={name}")
     assert seen["compute"] == seen["block_input"] == seen["output"] == dtype
@@ -88,7 +100,7 @@ def test_param_dtype_is_the_compute_dtype(name: str, dtype: torch.dtype) -> None
     assert seen["reduce_scatter"] == {dtype}
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("float16", FP16), ("bfloat16", BF16), ("float32", FP32)])
+@pytest.mark.parametrize(("name", "dtype"), DTYPES)
 def test_reduce_dtype_is_the_dtype_of_the_reduce_scatter(name: str, dtype: torch.dtype) -> None:
     seen = on_two_shards("param_dtype=bfloat16", f"reduce_dtype={name}")
     assert seen["reduce_scatter"] == {dtype}
@@ -102,7 +114,7 @@ def test_reduce_dtype_is_the_dtype_of_the_all_reduce_between_replicas() -> None:
     assert seen["allreduce"] == {BF16}
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("float16", FP16), ("bfloat16", BF16), ("float32", FP32)])
+@pytest.mark.parametrize(("name", "dtype"), DTYPES)
 def test_output_dtype_is_the_dtype_that_units_return(name: str, dtype: torch.dtype) -> None:
     seen = on_two_shards("param_dtype=bfloat16", f"output_dtype={name}")
     assert seen["output"] == seen["block_output"] == dtype

@@ -8,6 +8,7 @@ import pytest
 
 from tests.distributed.test_comm_trace import Volumes, collectives, trace_one_step
 from tests.parity.test_tensor_parallel import GROUPED, LP, SHARD_2, SP, TP
+from tests.shared_ranks import SharedRanks
 from torchtrain.distributed.tensor_volume import TensorSizes, plan_tensor_volume
 from torchtrain.testing.ranks import run_ranks
 
@@ -30,10 +31,18 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
+TRACES = SharedRanks(
+    trace_one_step,
+    {name: (size, (GROUPED, "training.micro_batch_size=2", *overrides)) for name, (size, overrides) in CASES.items()},
+)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_bytes_of_the_tensor_parallel_axis_are_the_closed_formula_to_the_byte(name: str) -> None:
+def test_bytes_of_the_tensor_parallel_axis_are_the_closed_formula_to_the_byte(
+    name: str, chosen_rows: list[str]
+) -> None:
     world_size, overrides = CASES[name]
-    records, _ = run_ranks(trace_one_step, world_size, GROUPED, "training.micro_batch_size=2", *overrides)[0]
+    records, _ = TRACES.take(name, chosen_rows)[0]
     sizes = replace(
         SIZES,
         element_bytes=2 if "bf16" in name else 4,
