@@ -82,6 +82,8 @@ SEQUENCES, TOKENS = 8, 16
 ONE_DEVICE = "one device"
 HUGGING_FACE, REFERENCE = "Hugging Face", "reference"
 CHOICES = "choices of"
+_TWO_DRAWS = 1.5
+"""How much further off than another computation in the same dtype one may be."""
 _SAYS_NOTHING = 0.5
 """Relative error from which on a gradient is rounding in the main."""
 _AXES = {"fsdp": "fsdp_config.dp_shard_size", **{name: f"accelerator.{name}_size" for name in ("tp", "cp", "pp", "ep")}}
@@ -265,7 +267,10 @@ def parse_topology(topology: str) -> dict[str, int]:
 
 
 def widened_to(tolerances: Tolerances, rounded: Results, exact: Results) -> Tolerances:
-    """Accept of each kind of result what Hugging Face's own bf16 is away from its fp32 at worst, where that is more.
+    """Accept of each kind of result half as much again as Hugging Face's own bf16 loses at worst, where that is more.
+
+    Half as much again, since ours and theirs are two draws of one rounding: over 272 gradients of SmolLM2-135M the
+    median ratio of their errors is 1.00, and the largest of ours is 1.09 times the largest of theirs.
 
     Args:
         tolerances: Of well-conditioned weights.
@@ -278,10 +283,14 @@ def widened_to(tolerances: Tolerances, rounded: Results, exact: Results) -> Tole
     logits, loss = relative_error(rounded.logits, exact.logits), relative_error(rounded.loss, exact.loss)
     gradient = max(gradient_errors(rounded.gradients, exact.gradients).values())
     print(f"Hugging Face's own bf16 is away by: logits {logits:.1e}, loss {loss:.1e}, gradients up to {gradient:.1e}")
-    if gradient > _SAYS_NOTHING:
+    if _TWO_DRAWS * gradient > _SAYS_NOTHING:
         rule = f"must say something of these weights: Hugging Face itself is off by {gradient:.2f} of a gradient in it"
         raise ConfigError([Fault("--dtype", "bfloat16", rule, "use float32")])
-    return Tolerances(max(tolerances.logits, logits), max(tolerances.loss, loss), max(tolerances.gradient, gradient))
+    return Tolerances(
+        max(tolerances.logits, _TWO_DRAWS * logits),
+        max(tolerances.loss, _TWO_DRAWS * loss),
+        max(tolerances.gradient, _TWO_DRAWS * gradient),
+    )
 
 
 def compute_hugging_face(
@@ -298,10 +307,11 @@ def compute_hugging_face(
         folder: Its folder.
         input_ids_BT: Tokens.
         labels_BT: Their labels.
-        in_bf16: Compute in bf16 on fp32 weights, as ours does.
+        in_bf16: Compute in bf16 on fp32 weights and with torch's attention, as ours does.
         replayed: As for ``compute_here``.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **PLAIN_FORWARD).eval()
+    forward = {**PLAIN_FORWARD, "attn_implementation": "sdpa"} if in_bf16 else PLAIN_FORWARD
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **forward).eval()
     replay_in_hugging_face(model, replayed or {})
     with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
         out = model(input_ids=input_ids_BT, labels=unshifted(labels_BT))

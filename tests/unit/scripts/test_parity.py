@@ -89,7 +89,7 @@ def test_weights_on_which_bf16_says_nothing_are_refused(run_script):
     exact = compare.Results(one, 1.0, {"weight": one})
     widened = compare.widened_to(tolerances, compare.Results(one, 1.0, {"weight": 0.8 * one}), exact)
     assert (widened.logits, widened.loss) == (tolerances.logits, tolerances.loss)
-    assert widened.gradient == pytest.approx(0.2)
+    assert widened.gradient == pytest.approx(1.5 * 0.2)
     with pytest.raises(ConfigError, match=r"must say something of these weights"):
         compare.widened_to(tolerances, compare.Results(one, 1.0, {"weight": 0.4 * one}), exact)
 
