@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,13 @@ TINY_MODEL = (
 
 
 class Training:
-    """The ranks of one run, started but not waited for."""
+    """The ranks of one run, or of several one after the other, started but not waited for."""
 
-    def __init__(self, arguments: list[str], world_size: int, output: Path) -> None:
-        port = _free_port()
+    def __init__(self, jobs: Sequence[list[str]], world_size: int, output: Path) -> None:
+        runs = [(arguments, _free_port()) for arguments in jobs]
         self.output = output
         self.processes = [
-            _context.Process(target=_train, args=(arguments, rank, world_size, port, output), daemon=False)
+            _context.Process(target=_train, args=(runs, rank, world_size, output), daemon=False)
             for rank in range(world_size)
         ]
         for process in self.processes:
@@ -83,7 +83,25 @@ def start(folder: Path, *overrides: str, world_size: int = 1) -> Training:
         "--accelerator.device=cpu",
         *(f"--{override}" for override in overrides),
     ]
-    return Training(arguments, world_size, folder / f"said_{time.monotonic_ns()}.txt")
+    return Training([arguments], world_size, folder / f"said_{time.monotonic_ns()}.txt")
+
+
+def train_each(
+    folder: Path, jobs: Sequence[list[str]], *, world_size: int = 1, timeout_s: float = 120.0
+) -> tuple[list[int | None], str]:
+    """Train whole jobs one after the other on the same ranks, until one fails: to start ranks for each takes longer.
+
+    Args:
+        folder: For what is printed.
+        jobs: Of each the words of the command line.
+        world_size: Ranks.
+        timeout_s: For all of them.
+
+    Returns:
+        Exit codes by rank and what was printed.
+    """
+    training = Training(jobs, world_size, folder / f"said_{time.monotonic_ns()}.txt")
+    return training.wait(timeout_s), training.said()
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -98,7 +116,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in metrics(folder)]
 
 
-def _train(arguments: list[str], rank: int, world_size: int, port: int, output: Path) -> None:
+def _train(runs: Sequence[tuple[list[str], int]], rank: int, world_size: int, output: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -108,16 +126,19 @@ def _train(arguments: list[str], rank: int, world_size: int, port: int, output: 
     if world_size > 1:
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         os.environ.update({name: str(value) for name, value in names.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     from torchtrain.train import main
 
     with (
         contextlib.redirect_stdout(open(1, "w", closefd=False)),
         contextlib.redirect_stderr(open(2, "w", closefd=False)),
     ):
-        code = main(arguments)
-        sys.stdout.flush()
-    sys.exit(code)
+        for arguments, port in runs:
+            if world_size > 1:
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            code = main(arguments)
+            sys.stdout.flush()
+            if code != 0:
+                sys.exit(code)
 
 
 def _free_port() -> int:

@@ -61,7 +61,7 @@ def words(folder: Path, name: str, *overrides: str) -> list[str]:
 
 
 def train(folder: Path, name: str, *overrides: str, world_size: int) -> list[float]:
-    training = Training(words(folder, name, *overrides), world_size, folder / f"{name}.txt")
+    training = Training([words(folder, name, *overrides)], world_size, folder / f"{name}.txt")
     assert training.wait(400.0) == [0] * world_size, training.said()
     return [json.loads(line)["loss"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
@@ -135,6 +135,6 @@ def test_training_starts_where_hugging_face_is_and_ends_where_it_reads(tmp_path:
 
 
 def test_two_tensor_parallel_ranks_are_refused_with_what_divides(tmp_path: Path) -> None:
-    training = Training(words(tmp_path, "tp2", "accelerator.tp_size=2"), 2, tmp_path / "said.txt")
+    training = Training([words(tmp_path, "tp2", "accelerator.tp_size=2")], 2, tmp_path / "said.txt")
     assert training.wait() == [2, 2]
     assert "num_attention_heads = 9" in training.said() or "num_key_value_heads = 3" in training.said()
