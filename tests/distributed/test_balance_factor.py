@@ -31,7 +31,12 @@ def router_gradient(coef: float, mask: Callable[[Tensor], Tensor]) -> Tensor:
     model, optimizer, step, _ = build_step(job, None)
     kept: list[Tensor] = []
     weight = model.get_parameter("layers.0.mlp.router.weight")
-    optimizer.register_step_pre_hook(lambda *_: kept.append(weight.grad.clone()))
+
+    def keep_gradient(*_: object) -> None:
+        assert weight.grad is not None
+        kept.append(weight.grad.clone())
+
+    optimizer.register_step_pre_hook(keep_gradient)
     batches = [replace(batch, labels_BT=mask(batch.labels_BT)) for batch in make_micro_batches(job, 0)[1]]
     step.run(1, batches, sum(batch.num_valid_tokens() for batch in batches))
     return kept[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,9 @@ from torchtrain.nn.load_balance import (
     z_loss,
 )
 from torchtrain.nn.recomputation import keep
+
+_LEAST_TOTAL = 1e-20
+"""Far below 1 / E, the least total of the best; far enough above 0 that gradients of its inverse are finite."""
 
 
 class Routing:
@@ -122,12 +125,13 @@ class Router(nn.Module):
         """
         dtype = torch.promote_types(x_BTD.dtype, torch.float32)
         with _full_precision(x_BTD.device.type):
-            logits_BTE = F.linear(x_BTD.to(dtype), self.weight.to(dtype))
+            logits_BTE = cast(Tensor, _LinearIn.apply(x_BTD, self.weight, dtype))
         probabilities_BTE = logits_BTE.softmax(dim=-1)
         expert_ids_BTK = keep(lambda: self._choose(probabilities_BTE.detach()))
         weights_BTK = probabilities_BTE.gather(-1, expert_ids_BTK)
         if self.config.norm_topk_prob:
-            weights_BTK = weights_BTK / weights_BTK.sum(dim=-1, keepdim=True)
+            # A choice that is not by score, or a bias, may name experts whose probabilities are all rounded to 0.
+            weights_BTK = weights_BTK / weights_BTK.sum(dim=-1, keepdim=True).clamp(min=_LEAST_TOTAL)
         if torch.is_grad_enabled():
             weights_BTK = self._attach_losses(weights_BTK, expert_ids_BTK, probabilities_BTE, logits_BTE)
         return Routing(weights_BTK.flatten(0, 1), expert_ids_BTK.flatten(0, 1), self.config.num_experts)
@@ -175,6 +179,28 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         """Show sizes in ``print(model)``."""
         return f"{self.config.num_experts} experts, {self.config.num_experts_per_tok} a token"
+
+
+class _LinearIn(torch.autograd.Function):
+    """``F.linear`` in a dtype of its own that keeps its operands as they came: casts of bf16 would take twice that."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x_BTD, weight_ED)
+        ctx.dtype = dtype
+        return F.linear(x_BTD.to(dtype), weight_ED.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        x_BTD, weight_ED = ctx.saved_tensors
+        (grad_BTE,) = grads
+        grad_x_BTD, grad_weight_ED = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x_BTD = (grad_BTE @ weight_ED.to(ctx.dtype)).to(x_BTD.dtype)
+        if ctx.needs_input_grad[1]:
+            x_ND = x_BTD.flatten(0, 1).to(ctx.dtype)
+            grad_weight_ED = (grad_BTE.flatten(0, 1).T @ x_ND).to(weight_ED.dtype)
+        return grad_x_BTD, grad_weight_ED, None
 
 
 def _full_precision(device_type: str) -> AbstractContextManager[Any]:

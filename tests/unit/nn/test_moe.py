@@ -166,6 +166,38 @@ def test_a_router_decides_in_fp32(has_autocast):
     assert routing.expert_ids_NK.tolist() == [[2]]
 
 
+def test_a_router_keeps_its_input_for_backward_as_it_came():
+    router = randomised(Router(CONFIG)).bfloat16()
+    x_BTD = torch.randn(2, 30, 16).bfloat16().requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        routing = router(x_BTD)
+    assert max(tensor.untyped_storage().nbytes() for tensor in kept) == x_BTD.untyped_storage().nbytes()
+
+    upstream_NK = torch.randn_like(routing.weights_NK)
+    actual = torch.autograd.grad(routing.weights_NK, [x_BTD, router.weight], upstream_NK)
+    full = [tensor.detach().float().requires_grad_() for tensor in (x_BTD, router.weight)]
+    probabilities_BTE = F.linear(*full).softmax(dim=-1)
+    weights_NK = probabilities_BTE.flatten(0, 1).gather(-1, routing.expert_ids_NK)
+    weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)
+    for gradient, expected in zip(actual, torch.autograd.grad(weights_NK, full, upstream_NK), strict=True):
+        assert torch.equal(gradient, expected.bfloat16())
+
+
+def test_experts_of_no_probability_at_all_leave_finite_weights():
+    router = Router(CONFIG)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(4, 16))
+    force_balanced_routing(router)
+    x_BTD = torch.zeros(1, 1, 16)
+    x_BTD[..., 3] = 300.0  # the first two, whose turn it is, round to 0
+    weights_NK = router(x_BTD.requires_grad_()).weights_NK
+    (1e6 * weights_NK).sum().backward()
+    assert weights_NK.tolist() == [[0.0, 0.0]]
+    assert x_BTD.grad.isfinite().all()
+    assert router.weight.grad.isfinite().all()
+
+
 def test_a_routing_is_opaque_to_those_who_cast_the_contents_of_containers():
     """FSDP's ``cast_forward_inputs`` walks dataclasses and pytrees; it must not round weights to bf16."""
     routing = Router(CONFIG)(torch.randn(1, 3, 16))
