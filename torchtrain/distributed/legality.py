@@ -95,6 +95,35 @@ def _check_vocabulary_shards(architecture: DecoderSizes, job: Job) -> Iterator[F
         yield Fault("accelerator.tp_size", tp_size, rule, f"use {legal}")
 
 
+def _check_vocabulary_pieces(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
+    """Of a tensor that FSDP cuts within uneven shards, DTensor's arithmetic knows only some layouts.
+
+    It takes the pieces that one FSDP coordinate has of all shards for chunks of their sum. Where they are not, it says
+    of a rank's rows what they are not, and weights would be drawn, loaded and saved in the wrong places.
+    """
+    vocab_size, tp_size = architecture.vocab_size, job.accelerator.tp_size
+
+    def is_known(num_shards: int) -> bool:
+        parts = _chunk_sizes(vocab_size, tp_size)
+        pieces_of_each = zip(*(_chunk_sizes(part, num_shards) for part in parts), strict=True)
+        return all(list(pieces) == _chunk_sizes(sum(pieces), tp_size) for pieces in pieces_of_each)
+
+    dp_shard_size = job.fsdp_config.dp_shard_size
+    if not is_known(dp_shard_size):
+        smaller = next(n for n in range(dp_shard_size - 1, 0, -1) if dp_shard_size % n == 0 and is_known(n))
+        rule = (
+            f"must cut the uneven parts that accelerator.tp_size = {tp_size} makes of vocab_size = {vocab_size} alike"
+        )
+        fix = f"use {smaller}, or a tp_size that divides vocab_size"
+        yield Fault("fsdp_config.dp_shard_size", dp_shard_size, rule, fix)
+
+
+def _chunk_sizes(size: int, num_chunks: int) -> list[int]:
+    """Sizes as ``torch.chunk`` makes them, then zeros."""
+    chunk = math.ceil(size / num_chunks)
+    return [min(max(size - chunk * index, 0), chunk) for index in range(num_chunks)]
+
+
 def _check_chunks_of_gathered_logits(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
     chunk_size = job.training.loss_chunk_size
     if chunk_size is not None and not job.accelerator.loss_parallel:
@@ -230,6 +259,7 @@ RULES: tuple[Rule, ...] = (
         _check_tensor_parallel_sizes,
     ),
     Rule("tensor parallel", "every rank gets a part of vocab_size, even or not", _check_vocabulary_shards),
+    Rule("tensor parallel", "uneven parts of vocab_size are cut alike by dp_shard_size", _check_vocabulary_pieces),
     Rule("tensor parallel", "loss_chunk_size needs loss_parallel", _check_chunks_of_gathered_logits),
     Rule(
         "tensor parallel",

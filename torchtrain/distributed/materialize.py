@@ -5,6 +5,7 @@ Each rank draws only the rows it owns, so the same job starts from the same weig
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 
 import torch
@@ -62,10 +63,17 @@ def initialize_parameters(
 
 
 def local_view(tensor: Tensor) -> tuple[Tensor, list[slice]]:
-    """Return what this rank holds of a tensor, sharing its memory, and the slices of the whole that this is."""
-    if isinstance(tensor.data, DTensor):
-        return tensor.data.to_local(), local_slices(tensor.data)
-    return tensor.data, [slice(0, size) for size in tensor.shape]
+    """Return what this rank holds of a tensor, sharing its memory, and the slices of the whole that this is.
+
+    Raises:
+        RuntimeError: DTensor does not know which they are: see ``legality`` on uneven parts of a vocabulary.
+    """
+    if not isinstance(tensor.data, DTensor):
+        return tensor.data, [slice(0, size) for size in tensor.shape]
+    local, slices = tensor.data.to_local(), local_slices(tensor.data)
+    if local.numel() != math.prod(part.stop - part.start for part in slices):
+        raise RuntimeError(f"a shard of shape {tuple(local.shape)} cannot be {slices} of {tuple(tensor.shape)}")
+    return local, slices
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from models.registry import resolve_architecture
 from torchtrain.config.load import read_job
@@ -110,6 +114,44 @@ def test_a_vocabulary_that_leaves_a_rank_nothing_is_refused() -> None:
     assert fault.rule == "must leave every rank a part of vocab_size = 9, in parts of 2"
     assert fault.fix == "use 2"  # 5 would do for the vocabulary, not for the heads; 4 for the heads alone
     assert faults_of("accelerator.tp_size=4", "model.overrides={vocab_size: 101}") == []
+
+
+def test_uneven_parts_of_a_vocabulary_that_fsdp_cuts_into_rows_nobody_can_place_are_refused() -> None:
+    sizes = ("accelerator.tp_size=2", "model.overrides={vocab_size: 50257}")
+    (fault,) = faults_of(*sizes, "fsdp_config.dp_shard_size=4")
+    assert fault.path == "fsdp_config.dp_shard_size"
+    assert "accelerator.tp_size = 2 makes of vocab_size = 50257" in fault.rule
+    assert fault.fix == "use 2, or a tp_size that divides vocab_size"
+    assert faults_of(*sizes, "fsdp_config.dp_shard_size=2") == []
+
+
+@pytest.mark.parametrize("tp_size", [2, 3])
+@pytest.mark.parametrize("dp_shard_size", [2, 3, 4, 8])
+def test_exactly_the_vocabularies_are_refused_whose_rows_dtensor_misplaces(tp_size: int, dp_shard_size: int) -> None:
+    others = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 6}
+    job = read_job(None, [f"accelerator.tp_size={tp_size}", f"fsdp_config.dp_shard_size={dp_shard_size}"]).job
+    for vocab_size in range(2 * tp_size * dp_shard_size, 2 * tp_size * dp_shard_size + 30):
+        sized = resolve_architecture("llama", "debug", {**others, "vocab_size": vocab_size})
+        is_refused = bool(find_legality_faults(sized, job, family="llama", unsupported={}))
+        assert is_refused == misplaces_rows(vocab_size, dp_shard_size, tp_size), vocab_size
+
+
+def misplaces_rows(num_rows: int, dp_shard_size: int, tp_size: int) -> bool:
+    """Whether what DTensor says of any rank differs from cutting by tp and then each part by FSDP."""
+    parts = torch.arange(num_rows).chunk(tp_size)
+    for tp_rank, part in enumerate(parts):
+        pieces = part.chunk(dp_shard_size)
+        for fsdp_rank in range(dp_shard_size):
+            held = pieces[fsdp_rank].tolist() if fsdp_rank < len(pieces) else []
+            (count,), (start,) = _compute_local_shape_and_global_offset(
+                (num_rows,),
+                (dp_shard_size, tp_size),
+                [fsdp_rank, tp_rank],
+                [_StridedShard(0, split_factor=tp_size), Shard(0)],
+            )
+            if count != len(held) or (held and start != held[0]):
+                return True
+    return False
 
 
 def test_sequence_parallel_refuses_a_length_that_ranks_cannot_share() -> None:
