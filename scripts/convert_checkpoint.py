@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from models.registry import load_spec, resolve_architecture
 from torchtrain.checkpoint import layout
-from torchtrain.checkpoint.hf_export import Share, SideFiles, export_weights, find_tokenizer_files
+from torchtrain.checkpoint.hf_export import Share, SideFiles, export_weights, find_target_faults, find_tokenizer_files
 from torchtrain.checkpoint.hf_folder import SliceReader, config_file_of, open_folder, read_config
 from torchtrain.checkpoint.hf_import import ModelNames, load_weights, plan_folder_import, read_model_names
 from torchtrain.checkpoint.safe_reader import SafeFileSystemReader, read_metadata
@@ -115,6 +115,7 @@ def convert_to_hf(
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder; one tensor is in memory at a time."""
     faults = find_export_faults(model.architecture, model.spec.hugging_face.config)
+    faults += find_target_faults(target, "target")
     if faults:
         raise ConfigError(faults)
     source = CheckpointWeights(checkpoint, model.names, prefers_mains=dtype == "float32")

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtrain.checkpoint import layout
 from torchtrain.checkpoint.hf_files import BoxWriter, FilesPlan, create_files, plan_files
-from torchtrain.checkpoint.hf_folder import CONFIG_FILE, config_file_of
-from torchtrain.checkpoint.layout import write_durably
+from torchtrain.checkpoint.hf_folder import CONFIG_FILE, INDEX_FILE, config_file_of
 from torchtrain.distributed.materialize import local_view
-from torchtrain.errors import SaveError
+from torchtrain.errors import Fault, SaveError
 from torchtrain.hugging_face.weight_map import Box, Piece, Shape, WeightMap, intersect
 from torchtrain.runtime.logging import get_logger
 
@@ -40,6 +41,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+_WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,27 @@ def find_tokenizer_files(source: Path | None, tokenizer: Path | None) -> dict[st
     folder = None if source is None else config_file_of(source).parent
     found = {name: folder / name for name in TOKENIZER_FILES if folder and (folder / name).is_file()}
     if tokenizer is not None and tokenizer.is_file():
-        name = "tokenizer.model" if tokenizer.suffix == ".model" else tokenizer.name
+        # The names that Hugging Face looks for, whatever the file is called.
+        name = "tokenizer.model" if tokenizer.suffix == ".model" else "tokenizer.json"
         found.setdefault(name, tokenizer)
     return found
+
+
+def find_target_faults(folder: Path, key: str) -> Iterator[Fault]:
+    """Say why an export may not take a folder's place: it holds what no export writes.
+
+    Args:
+        folder: Where an export is to go.
+        key: What names it, for the message.
+    """
+    if not folder.exists():
+        return
+    known = {CONFIG_FILE, INDEX_FILE, *TOKENIZER_FILES}
+    held = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else [folder.name]
+    foreign = [name for name in held if name not in known and not _WEIGHT_FILE.fullmatch(name)]
+    if foreign:
+        rule = f"must be new or hold an earlier export, which is replaced: there is {', '.join(foreign[:4])}"
+        yield Fault(key, str(folder), rule, "move that elsewhere, or name another folder")
 
 
 def export_weights(
@@ -123,7 +143,7 @@ def export_weights(
     dtype: torch.dtype | None = None,
     max_file_bytes: int | None = None,
 ) -> None:
-    """Write a checkpoint that Hugging Face reads; it appears whole, in place of one that was there.
+    """Write a checkpoint that Hugging Face reads; it appears whole, in place of an export that was there.
 
     Args:
         source: This process's part of the model.
@@ -134,11 +154,13 @@ def export_weights(
         max_file_bytes: Size at which another file begins; None writes one.
 
     Raises:
-        SaveError: The disk refused, on some rank.
+        SaveError: On some rank the disk refused, or values do not fit the dtype; or the folder holds anything else
+            than an export.
 
     Collective: the whole world, where there is a process group.
     """
     started = time.perf_counter()
+    folder = folder.resolve()
     rank = dist.get_rank() if dist.is_initialized() else 0
     shares = _of_every_rank(dict(source.shares))
     wholes = {fqn: (share.shape, dtype or share.dtype) for held in shares for fqn, share in held.items()}
@@ -148,10 +170,10 @@ def export_weights(
         max_bytes=max_file_bytes,
     )
     mine = choose_writers(shares)[rank]
-    partial = folder.with_name(folder.name + ".partial")
-    _agree(lambda: _begin(partial, plan) if rank == 0 else None, folder)
+    partial = layout.partial_path(folder)
+    _agree(lambda: _begin(folder, plan) if rank == 0 else None, folder)
     _agree(lambda: _write_share(source, mine, wholes, pieces, partial, plan), folder)
-    _agree(lambda: _finish(partial, folder, side_files) if rank == 0 else None, folder)
+    _agree(lambda: _finish(folder, side_files) if rank == 0 else None, folder)
     total = sum(place.num_bytes for place in plan.places.values())
     logger.info(
         f"{folder}: {len(plan.places)} tensors, {total / 2**20:.1f} MiB in {len(plan.sizes)} file(s) for Hugging Face, "
@@ -190,9 +212,17 @@ def _pieces(wholes: Mapping[str, tuple[Shape, torch.dtype]], weight_map: WeightM
     return {fqn: group for fqn, group in pieces.items() if group is not None}
 
 
-def _begin(partial: Path, plan: FilesPlan) -> None:
-    if partial.exists():
-        shutil.rmtree(partial)
+def _begin(folder: Path, plan: FilesPlan) -> None:
+    partial, replaced = layout.partial_path(folder), layout.replaced_path(folder)
+    for place in (folder, partial, replaced):
+        for fault in find_target_faults(place, "the folder"):
+            raise SaveError(str(fault))
+    # What a killed export left; where it had set an earlier one aside, that comes back.
+    if replaced.exists() and not folder.exists():
+        replaced.rename(folder)
+    for leftover in (partial, replaced):
+        if leftover.exists():
+            shutil.rmtree(leftover)
     create_files(partial, plan)
 
 
@@ -211,24 +241,26 @@ def _write_share(
             for piece in pieces[fqn]:
                 overlap = intersect(piece, source.shares[fqn].box)
                 if overlap is not None:
-                    values = local[overlap.ours].to("cpu", wholes[fqn][1])
+                    values = _rounded(local[overlap.ours], wholes[fqn][1], piece.disk_name)
                     writer.write(piece.disk_name, overlap.disk, values)
     finally:
         writer.close()
 
 
-def _finish(partial: Path, folder: Path, side_files: SideFiles) -> None:
-    write_durably(partial / CONFIG_FILE, json.dumps(side_files.config, indent=2) + "\n")
+def _rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Bring values to the CPU in the dtype on disk; only fp16 has less range than what models are trained in."""
+    rounded = values.to("cpu", dtype)
+    if dtype == torch.float16 and values.dtype != dtype and not rounded.isfinite().all():
+        raise SaveError(f"{name} has values that float16 cannot hold: export in bfloat16 or float32")
+    return rounded
+
+
+def _finish(folder: Path, side_files: SideFiles) -> None:
+    partial = layout.partial_path(folder)
+    layout.write_durably(partial / CONFIG_FILE, json.dumps(side_files.config, indent=2) + "\n")
     for name, file in side_files.copies.items():
         shutil.copyfile(file, partial / name)
-    replaced = folder.with_name(folder.name + ".replaced")
-    if replaced.exists():
-        shutil.rmtree(replaced)
-    if folder.exists():
-        folder.rename(replaced)
-    partial.rename(folder)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    layout.publish(folder)
 
 
 def _of_every_rank(value: Any) -> list[Any]:
@@ -239,12 +271,12 @@ def _of_every_rank(value: Any) -> list[Any]:
     return gathered
 
 
-def _agree(action: Any, folder: Path) -> None:
+def _agree(action: Callable[[], None], folder: Path) -> None:
     """Act, and let every rank hear of a rank that could not."""
     refusal = None
     try:
         action()
-    except OSError as error:
+    except (OSError, SaveError) as error:
         refusal = str(error)
     refusals = [text for text in _of_every_rank(refusal) if text is not None]
     if refusals:

@@ -43,6 +43,11 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + _PARTIAL_SUFFIX)
 
 
+def replaced_path(path: Path) -> Path:
+    """Name the folder to which a checkpoint steps aside while another takes its place."""
+    return path.with_name(path.name + _REPLACED_SUFFIX)
+
+
 def give_back_replaced(folder: Path) -> None:
     """Give a checkpoint whose replacement never arrived its name back."""
     for replaced in folder.glob(f"step_*{_REPLACED_SUFFIX}"):
@@ -89,7 +94,7 @@ def begin_run(folder: Path) -> list[Path]:
 
 def publish(path: Path) -> None:
     """Rename a sealed folder to its own name; one that is there already steps aside first."""
-    replaced = path.with_name(path.name + _REPLACED_SUFFIX)
+    replaced = replaced_path(path)
     if path.exists():
         path.rename(replaced)
     partial_path(path).rename(path)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchtrain.checkpoint.checkpointer import find_resumable, refuse_damaged
+from torchtrain.checkpoint.hf_export import find_target_faults
 from torchtrain.checkpoint.hf_folder import config_file_of, open_folder, read_config
 from torchtrain.checkpoint.hf_import import plan_folder_import, read_model_names
 from torchtrain.config.job import Job
@@ -24,6 +25,7 @@ from torchtrain.hugging_face.model_config import ConfigComparison, compare_confi
 from torchtrain.model_spec import ModelSpec
 from torchtrain.optim.build import check_optimizer
 from torchtrain.runtime.device import device_kind
+from torchtrain.trainer.export import HUGGING_FACE_FOLDER
 from torchtrain.trainer.kernels import comment_on, plan_job_kernels
 from torchtrain.trainer.run import CHECKPOINTS_FOLDER
 
@@ -49,6 +51,7 @@ def refuse_what_the_model_rules_out(job: Job, spec: ModelSpec, architecture: Any
             faults += error.faults
     if job.checkpoint.export_hf:
         faults += find_export_faults(architecture, spec.hugging_face.config)
+        faults += find_target_faults(Path(job.training.output_dir) / HUGGING_FACE_FOLDER, "training.output_dir")
     if faults:
         raise ConfigError(faults)
 
