@@ -60,7 +60,13 @@ def open_folder(path: Path) -> HuggingFaceFolder:
     config = read_config(path)
     index_file = path / INDEX_FILE
     if index_file.is_file():
-        return HuggingFaceFolder(path, config_file, config, _read_indexed(path, index_file))
+        tensors = _read_indexed(path, index_file)
+        single_file = path / SINGLE_FILE
+        if single_file.is_file() and single_file not in {stored.file for stored in tensors.values()}:
+            # Hugging Face would read it, and not what the index lists.
+            rule = f"must not lie beside {INDEX_FILE}, which does not list it: nobody knows which of the two is meant"
+            raise WeightsError([Fault(str(single_file), None, rule, "move away the weights that are not meant")])
+        return HuggingFaceFolder(path, config_file, config, tensors)
     file = path if path.is_file() else _only_file(path)
     return HuggingFaceFolder(path, config_file, config, _read_header(file))
 

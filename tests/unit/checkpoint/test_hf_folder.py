@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torchtrain.checkpoint.hf_folder import INDEX_FILE, SliceReader, open_folder
+from torchtrain.checkpoint.hf_folder import INDEX_FILE, SINGLE_FILE, SliceReader, open_folder
 from torchtrain.errors import WeightsError
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -54,6 +54,13 @@ def test_one_file_needs_no_index(folder):
 def test_several_files_without_an_index_are_refused(folder):
     (folder / INDEX_FILE).unlink()
     assert f"{INDEX_FILE} = null: must be there: without it nobody knows whether 2" in refusal(folder)
+
+
+def test_a_single_file_beside_an_index_of_others_is_refused_as_hugging_face_would_read_it_instead(folder):
+    save_file({"a": torch.zeros(2, 3)}, folder / SINGLE_FILE)
+    assert f"{SINGLE_FILE} = null: must not lie beside {INDEX_FILE}" in refusal(folder)
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": SINGLE_FILE}}))
+    assert open_folder(folder).tensors.keys() == {"a"}
 
 
 def test_a_missing_shard_is_named(folder):
