@@ -4,7 +4,9 @@
 
 Anything else on the command line is an override of the job, as for ``torchtrain.train``. The last step is shown, since
 first ones warm up. Left in the output folder: ``comm_trace.jsonl``, ``comm_trace.txt`` (the table) and
-``comm_timeline.png`` (rank 0; ``comm_timeline_rank2.png`` and so on for other stages).
+``comm_timeline.png`` (rank 0; ``comm_timeline_rank2.png`` and so on for other stages). A model with experts also leaves
+``expert_timeline.png``: one layer's exchanges beside its products. ``--beside FOLDER`` draws those of an earlier trace
+above it, on one scale: the same job with another dispatcher, say.
 
 Ranks of a pipeline do different things: the table and the picture come once for each stage, of its first rank. Every
 rank is held to its own formula, in which all techniques are added up (``distributed.job_volume``); what differs is
@@ -86,6 +88,11 @@ def run_job(job_path: str, words: Sequence[str], *, ranks: int, output_dir: Path
     if done.returncode != 0:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
         raise TraceError(f"the job ended with exit code {done.returncode}:\n{tail}")
+    return read_last_step(output_dir)
+
+
+def read_last_step(output_dir: Path) -> list[Record]:
+    """Read the records of all ranks in the last step that was traced into a folder."""
     records = read_jsonl(output_dir / "comm_trace.jsonl")
     last_step = max(record["step"] for record in records)
     return [record for record in records if record["step"] == last_step]
@@ -197,7 +204,33 @@ def _verdict(key: Key, amount: Amount, predicted: Amounts | None) -> Text:
     return Text("equal", "green") if amount == expected else Text(f"{expected.count:,} x, {expected.bytes:,}", "red")
 
 
-def show(records: Sequence[Record], checked: CheckedJob, *, ranks: int, output_dir: Path) -> int:
+def draw_experts(
+    records: Sequence[Record], checked: CheckedJob, *, output_dir: Path, beside: Path | None
+) -> list[Path]:
+    """Draw the first layer with experts of rank 0, with that of an earlier trace above it; returns the picture, if any.
+
+    Args:
+        records: Of one step.
+        checked: The job.
+        output_dir: Where the picture goes.
+        beside: Folder of the earlier trace.
+    """
+    from torchtrain.metrics.expert_timeline import draw_expert_layer, find_expert_layer
+
+    own = [record for record in records if record["rank"] == 0]
+    if find_expert_layer(own) is None:
+        return []
+    traces = {f"{output_dir.name} ({checked.job.dist_config.ep_dispatcher})": own}
+    if beside is not None:
+        traces = {beside.name: [record for record in read_last_step(beside) if record["rank"] == 0], **traces}
+    picture = output_dir / "expert_timeline.png"
+    draw_expert_layer(traces, out=picture)
+    return [picture]
+
+
+def show(
+    records: Sequence[Record], checked: CheckedJob, *, ranks: int, output_dir: Path, beside: Path | None = None
+) -> int:
     """Print and save tables and pictures, say what differs, and return the exit code."""
     from torchtrain.metrics.comm_timeline import draw_timeline
 
@@ -215,6 +248,7 @@ def show(records: Sequence[Record], checked: CheckedJob, *, ranks: int, output_d
                 console.print(table)
             pictures.append(output_dir / f"comm_timeline{f'_rank{rank}' if rank else ''}.png")
             draw_timeline([record for record in records if record["rank"] == rank], title=title, out=pictures[-1])
+    pictures += draw_experts(records, checked, output_dir=output_dir, beside=beside)
     differences = list(compare_ranks(measured, predicted, stage_size=checked.topology.stage_size))
     if isinstance(predicted[0], str):
         print(f"no closed formula: {predicted[0]}")
@@ -235,8 +269,13 @@ def compare_ranks(
         formula, first = predicted[rank], rank - rank % stage_size
         if not isinstance(formula, str):
             yield from (f"rank {rank}: {difference}" for difference in find_differences(amounts, formula))
-        if amounts != measured[first] and formula == predicted[first]:
+        if _without_exchanges(amounts) != _without_exchanges(measured[first]) and formula == predicted[first]:
             yield f"rank {rank} communicates otherwise than rank {first}"
+
+
+def _without_exchanges(amounts: Amounts) -> Amounts:
+    """What does not depend on where the router sends the tokens of a rank."""
+    return {key: amount for key, amount in amounts.items() if key.axis != "ep"}
 
 
 def _title(checked: CheckedJob, step: int, rank: int, ranks: int) -> str:
@@ -258,6 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=2, help="steps to run; the last one is shown")
     parser.add_argument("--ranks", type=int, default=2, help="processes on this node")
     parser.add_argument("--out", type=Path, help="folder for everything; default outputs/comm_trace/<job>")
+    parser.add_argument("--beside", type=Path, help="folder of an earlier trace, whose experts are drawn above")
     arguments, overrides = parser.parse_known_args(argv)
     if arguments.steps < 1 or arguments.ranks < 1:
         parser.error("--steps and --ranks must be at least 1")
@@ -273,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return show(records, checked, ranks=arguments.ranks, output_dir=output_dir)
+    return show(records, checked, ranks=arguments.ranks, output_dir=output_dir, beside=arguments.beside)
 
 
 if __name__ == "__main__":

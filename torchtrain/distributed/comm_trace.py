@@ -1,17 +1,21 @@
 """Records every collective of a training step, and what each FSDP unit computes in between: ``debug.comm_trace``.
 
 A dispatch mode sees the collectives, wherever they come from, and the profiler labels with which torch's FSDP says
-which unit it gathers or reduces (``FSDP::all_gather (layers.0)``), and the pipeline's labels with which its stages say
-which micro-batch they work on; so nothing of FSDP is patched and the model gets no hooks but two on its root, or on the
-root of each stage. Nothing of this exists where the trace is off.
+which unit it gathers or reduces (``FSDP::all_gather (layers.0)``), the pipeline's labels with which its stages say
+which micro-batch they work on, and the labels of expert parallelism; so nothing of FSDP is patched and the model gets
+no hooks but two on its root, or on the root of each stage. Nothing of this exists where the trace is off.
 
-A record is a mapping, ready for JSON, of one of three kinds:
+A record is a mapping, ready for JSON, of one of four kinds:
 
 - ``collective``: ``step, rank, sequence`` (issue order on this rank), ``micro_batch`` (null outside a forward or
   backward), ``kind, axis, group_size, unit`` (fqn, ``root``, or null where no unit asked for it), ``phase, bytes,
-  sent_bytes`` (see ``collective_ops``), ``dtype, started_s, ended_s``.
+  sent_bytes`` (see ``collective_ops``), ``dtype, started_s, ended_s``. One that takes tokens to experts or home has
+  two more: ``exchange``, its name in the layer, and ``waited_s``, when the rank had nothing left to do but wait for it
+  (null where it never did); its axis is ``ep``, its unit the one that was running.
 - ``compute``: ``unit`` (null for the optimizer), ``phase, micro_batch, started_s, ended_s``: time that passed while the
   unit was running and none of FSDP's own hooks was.
+- ``experts``: the same keys: grouped products of experts, as many as ran with no exchange begun or waited for between
+  them. They lie inside the ``compute`` of their unit, where it has one.
 - ``summary``: the last one of a step and rank: ``wall_s`` and ``totals``, counts and bytes per kind, axis, unit, phase.
 
 Phases: ``agree`` before the first forward of a step (token counts), ``forward``, ``backward``, ``optimizer`` for
@@ -51,6 +55,8 @@ ENTER, EXIT = "profiler::_record_function_enter_new", "profiler::_record_functio
 WAIT = "_c10d_functional::wait_tensor"
 _FSDP_LABEL = re.compile(r"FSDP::(?P<hook>\w+)(?: for [^(\[]*)?(?: \((?P<unit>[^)]*)\))?(?: \[pg=\d+\])?$")
 _PIPELINE_LABEL = re.compile(r"pipeline::(?P<what>forward|backward|step)(?: (?P<micro_batch>\d+))?$")
+_EXCHANGE_LABEL = re.compile(r"expert_exchange::(?P<part>start|finish|whole) (?P<name>.*)$")
+_EXPERT_PRODUCTS = ("torchtrain::grouped_mm", "torchtrain::grouped_outer")
 _UNIT_HOOKS = ("all_gather", "all_gather_copy_out", "pre_forward", "post_forward", "pre_backward")
 _UNIT_HOOKS += ("post_backward_accumulate", "post_backward_reshard", "post_backward_reduce")
 _OPTIMIZER_LABEL = "Optimizer.step#"
@@ -185,6 +191,9 @@ class _Recorder(TorchDispatchMode):
         self._labels: list[str] = []
         self._pending: list[tuple[Record, dist.Work, bool]] = []
         self._unwaited: dict[int, Record] = {}
+        self._travelling: dict[str, list[Record]] = defaultdict(list)
+        self._experts: list[Record] = []
+        self._is_among_products = False
         self._autograd = ModuleTracker()
         self._forward_depth = 0
         self._micro_batch = -1
@@ -207,8 +216,11 @@ class _Recorder(TorchDispatchMode):
             return self._record(operator, func, args, kwargs or {})
         if name == ENTER:
             self._enter_label(args[0])
+        started = self._now()
         result = func(*args, **(kwargs or {}))
-        if name == EXIT:
+        if name in _EXPERT_PRODUCTS:
+            self._note_product(started)
+        elif name == EXIT:
             self._leave_label()
         elif name == WAIT and (record := self._unwaited.pop(args[0].untyped_storage().data_ptr(), None)):
             record["ended_s"] = self._now()
@@ -229,20 +241,22 @@ class _Recorder(TorchDispatchMode):
         now = self._now()
         self._note_ends()
         spans = [{"record": "compute", **self._identity, **span} for span in self._spans.done]
-        return [*self._collectives, *spans, self._summary(now)]
+        experts = [{"record": "experts", **self._identity, **span} for span in self._experts]
+        return [*self._collectives, *spans, *experts, self._summary(now)]
 
     def _record(self, operator: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         collective = read_collective(operator, args)
-        phase, unit = self._phase, self._unit
+        phase, unit, exchange = self._phase, self._unit, self._exchange
+        axis = self._axes.name(collective.group, is_unit=unit is not None) if exchange is None else "ep"
         record: Record = {
             "record": "collective",
             **self._identity,
             "sequence": len(self._collectives),
             "micro_batch": self._current_micro_batch if phase in ("forward", "backward") else None,
             "kind": collective.kind,
-            "axis": self._axes.name(collective.group, is_unit=unit is not None),
+            "axis": axis,
             "group_size": collective.group.size(),
-            "unit": unit,
+            "unit": unit if exchange is None else self._spans.running_unit,
             "phase": phase,
             "bytes": collective.bytes,
             "sent_bytes": collective.sent_bytes,
@@ -251,6 +265,10 @@ class _Recorder(TorchDispatchMode):
             "ended_s": None,
         }
         self._collectives.append(record)
+        if exchange is not None:
+            is_whole = exchange["part"] == "whole"
+            record |= {"exchange": exchange["name"], "waited_s": record["started_s"] if is_whole else None}
+            self._travelling[exchange["name"]].append(record)
         result = func(*args, **kwargs)
         self._watch(record, result, is_blocking=collective.is_blocking)
         return result
@@ -266,9 +284,19 @@ class _Recorder(TorchDispatchMode):
     def _note_ends(self) -> None:
         """Ask who is done. Not every work of gloo knows; but where the caller waited, being here means the end."""
         for record, work, is_blocking in self._pending:
-            if is_blocking or work.is_completed():
+            if record["ended_s"] is None and (is_blocking or work.is_completed()):
                 record["ended_s"] = self._now()
         self._pending = [entry for entry in self._pending if entry[0]["ended_s"] is None]
+
+    def _note_product(self, started: float) -> None:
+        """A product of experts is done; with those right before it, it is one span."""
+        ended, unit, phase = self._now(), self._spans.running_unit, self._phase
+        if self._is_among_products and (self._experts[-1]["unit"], self._experts[-1]["phase"]) == (unit, phase):
+            self._experts[-1]["ended_s"] = ended
+            return
+        self._is_among_products = True
+        place = {"unit": unit, "phase": phase, "micro_batch": self._current_micro_batch}
+        self._experts.append({**place, "started_s": started, "ended_s": ended})
 
     @property
     def _phase(self) -> str:
@@ -304,10 +332,20 @@ class _Recorder(TorchDispatchMode):
                 return match["unit"] or "root"
         return None
 
+    @property
+    def _exchange(self) -> re.Match[str] | None:
+        """The exchange of tokens that is being begun, or made at once."""
+        matches = (_EXCHANGE_LABEL.match(label) for label in reversed(self._labels))
+        return next((match for match in matches if match), None)
+
     def _enter_label(self, label: str) -> None:
         now = self._now()
         self._labels.append(label)
-        if match := _FSDP_LABEL.match(label):
+        if match := _EXCHANGE_LABEL.match(label):
+            self._is_among_products = False
+            for record in self._travelling[match["name"]] if match["part"] == "finish" else ():
+                record["waited_s"] = now
+        elif match := _FSDP_LABEL.match(label):
             self._spans.pause(now)
             unit = match["unit"] or "root"
             if match["hook"] == "post_forward":
@@ -323,6 +361,9 @@ class _Recorder(TorchDispatchMode):
             return
         label = self._labels.pop()
         now = self._now()
+        if (match := _EXCHANGE_LABEL.match(label)) and match["part"] != "start":
+            for record in self._travelling.pop(match["name"], ()):
+                record["ended_s"] = record["ended_s"] or now
         if label.startswith(_OPTIMIZER_LABEL):
             self._spans.pause(now)
             self._spans.close(None, "optimizer")
@@ -354,6 +395,11 @@ class _Spans:
         self.done: list[Record] = []
         self._open: list[tuple[str | None, str, int | None]] = []
         self._since: float | None = None
+
+    @property
+    def running_unit(self) -> str | None:
+        """Unit of the innermost pass; None outside of all."""
+        return self._open[-1][0] if self._open else None
 
     def open(self, unit: str | None, phase: str, micro_batch: int | None) -> None:
         """A unit's pass begins; groups of one unit say so one after another."""

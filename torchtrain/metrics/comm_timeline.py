@@ -1,7 +1,9 @@
 """Draws one step of a communication trace: who gathers, computes and reduces when.
 
 Two lanes on top add all units up, so that one sees what overlaps; below, each unit has a row of its own. Bands and the
-words above them are the phases. Imports matplotlib, so nothing that trains may import this.
+words above them are the phases. Tokens on their way to experts have a colour of their own, and so have the experts'
+products; how the exchanges of one layer overlap them is drawn by ``expert_timeline``. Imports matplotlib, so nothing
+that trains may import this.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ _COLORS = {
     "backward": "#0072B2",
     "optimizer": "#999999",
     "reduce": "#D55E00",
+    "exchange": "#F0E442",
+    "experts": "#E69F00",
     "other": "#CC79A7",
 }
 _WORDS = {
@@ -35,12 +39,16 @@ _WORDS = {
     "backward": "compute, backward",
     "optimizer": "update weights",
     "reduce": "reduce gradients",
+    "exchange": "tokens to experts and home",
+    "experts": "products of experts",
     "other": "other communication",
 }
+_COMPUTED = ("forward", "backward", "optimizer", "experts")
 _NO_UNIT = "no unit"
 _NARROWEST_LABEL = 0.035
 """Share of the picture's width that a bar needs to carry its unit's name."""
 _TALLEST_INCHES = 30.0
+_LEGEND_COLUMNS = 6
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ def draw_timeline(records: Sequence[Record], *, title: str, out: Path) -> None:
     rows.set_xlabel("milliseconds since this rank began the step")
     present = [what for what in _COLORS if any(bar.what == what for bar in bars)]
     handles = [Patch(color=_COLORS[what], label=_WORDS[what]) for what in present]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), _LEGEND_COLUMNS), frameon=False)
     figure.suptitle(title, fontsize=12)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)
@@ -100,6 +108,10 @@ def _bars(records: Sequence[Record], wall_ms: float) -> Iterator[Bar]:
 def _what(record: Record) -> str:
     if record["record"] == "compute":
         return record["phase"]
+    if record["record"] == "experts":
+        return "experts"
+    if "exchange" in record:
+        return "exchange"
     if record["unit"] is None:
         return "other"
     return "gather" if record["kind"] == "all_gather" else "reduce"
@@ -108,10 +120,10 @@ def _what(record: Record) -> str:
 def _draw_sums(axes: Axes, bars: Sequence[Bar], wall_ms: float) -> None:
     """Draw communication above, computation below."""
     for bar in bars:
-        is_compute = bar.what in ("forward", "backward", "optimizer")
+        is_compute = bar.what in _COMPUTED
         lane, width = (0 if is_compute else 1), bar.ended_ms - bar.started_ms
         axes.barh(lane, width, left=bar.started_ms, height=0.8, color=_COLORS[bar.what], linewidth=0)
-        if width > _NARROWEST_LABEL * wall_ms and bar.unit != _NO_UNIT:
+        if width > _NARROWEST_LABEL * wall_ms and bar.unit != _NO_UNIT and bar.what not in ("exchange", "experts"):
             middle = bar.started_ms + width / 2
             axes.text(middle, lane, bar.unit, ha="center", va="center", fontsize=7, color="white", clip_on=True)
     axes.set_yticks([1, 0], ["communication", "computation"])
@@ -119,12 +131,15 @@ def _draw_sums(axes: Axes, bars: Sequence[Bar], wall_ms: float) -> None:
 
 
 def _draw_rows(axes: Axes, bars: Sequence[Bar], units: Sequence[str]) -> None:
-    """Draw a row per unit, the first one on top: computation at full height, communication half as high upon it."""
+    """Draw a row per unit, the first one on top: computation at full height, communication half as high upon it.
+
+    The products of experts are the lower half of the computation, so that exchanges do not hide them.
+    """
     row_of = {unit: row for row, unit in enumerate(units)}
-    for bar in sorted(bars, key=lambda bar: bar.what not in ("forward", "backward", "optimizer")):
-        is_compute = bar.what in ("forward", "backward", "optimizer")
+    for bar in sorted(bars, key=lambda bar: bar.what not in _COMPUTED):
         row, width = row_of[bar.unit], bar.ended_ms - bar.started_ms
-        at, height = (row, 0.8) if is_compute else (row - 0.2, 0.4)
+        at, height = (row, 0.8) if bar.what in _COMPUTED else (row - 0.2, 0.4)
+        at, height = (row + 0.2, 0.4) if bar.what == "experts" else (at, height)
         axes.barh(at, width, left=bar.started_ms, height=height, color=_COLORS[bar.what], linewidth=0)
     axes.set_yticks(range(len(units)), units, fontsize=8 if len(units) < 60 else 5)
     axes.set_ylim(len(units) - 0.4, -0.6)

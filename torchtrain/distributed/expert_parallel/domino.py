@@ -68,8 +68,8 @@ class DominoDispatcher:
         together = torch.stack(counts, dim=1)
         traffic = exchange_counts(together.flatten().cumsum(0).int(), self._group)
         shape = (num_ranks, len(orders), -1)
-        sent, received = traffic.sent_PL.view(shape), traffic.received_PL.view(shape)
-        return [Traffic(sent[:, index], received[:, index]) for index in range(len(orders))]
+        views = [counts.view(shape) for counts in (traffic.sent_PL, traffic.received_PL, traffic.arrived_PL)]
+        return [Traffic(*(counts[:, index] for counts in views)) for index in range(len(orders))]
 
     def _slice(self, index: int, order: ExpertOrder, traffic: Traffic) -> _Slice:
         there = AllRoute(f"slice {index} to experts", self._group, traffic.sent, traffic.received)
@@ -85,6 +85,6 @@ class _Slice:
     back: Exchange
 
     def compute(self, x_SD: Tensor, experts: RoutedExperts) -> Tensor:
-        local = order_received(self.traffic, x_SD.device)
+        local = order_received(self.traffic)
         y_SD = experts.compute(reorder(x_SD, local.slots_R, local.rows_R), local.offsets_E, is_exact=True)
         return reorder(y_SD, local.rows_R, local.slots_R)

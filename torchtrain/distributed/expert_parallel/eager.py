@@ -39,7 +39,7 @@ class EagerDispatcher:
         order = sort_by_expert(routing.expert_ids_NK, routing.num_experts)
         traffic = exchange_counts(order.offsets_E, self._group)
         x_SD = send_to_experts(spread(x_ND, order), traffic, self._group, is_kept=self._is_kept)
-        local = order_received(traffic, x_ND.device)
+        local = order_received(traffic)
         y_SD = experts.compute(reorder(x_SD, local.slots_R, local.rows_R), local.offsets_E, is_exact=True)
         y_RD = send_back(reorder(y_SD, local.rows_R, local.slots_R), traffic, self._group, is_kept=self._is_kept)
         return combine(y_RD, routing.weights_NK, order)

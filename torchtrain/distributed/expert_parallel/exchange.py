@@ -15,9 +15,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from torchtrain.nn.permutation import ExpertOrder, sort_by_expert
 from torchtrain.nn.recomputation import keep
+
+WHOLE = "expert_exchange::whole"
+"""Label for profilers, followed by the name of an exchange that nothing else overlaps."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Traffic:
     """int64 on the host: this rank's rows for each expert, by the expert's rank."""
     received_PL: Tensor
     """int64 on the host: rows for this rank's experts, by the rank that they come from."""
+    arrived_PL: Tensor
+    """``received_PL`` on the device, for what is computed there: a copy back would wait for the device once more."""
 
     @property
     def sent(self) -> list[int]:
@@ -56,11 +62,13 @@ def exchange_counts(offsets_E: Tensor, group: dist.ProcessGroup) -> Traffic:
     def ask() -> Tensor:
         counts_PL = offsets_E.diff(prepend=offsets_E.new_zeros(1)).long().view(group.size(), -1)
         answers_PL = torch.empty_like(counts_PL)
-        dist.all_to_all_single(answers_PL, counts_PL, group=group)
-        return torch.stack([counts_PL, answers_PL]).cpu()
+        with record_function(f"{WHOLE} counts"):
+            dist.all_to_all_single(answers_PL, counts_PL, group=group)
+        return torch.stack([counts_PL, answers_PL])
 
-    sent_PL, received_PL = keep(ask)
-    return Traffic(sent_PL, received_PL)
+    on_device = keep(ask)
+    sent_PL, received_PL = keep(on_device.cpu)
+    return Traffic(sent_PL, received_PL, on_device[1])
 
 
 def send_to_experts(x_RD: Tensor, traffic: Traffic, group: dist.ProcessGroup, *, is_kept: bool = True) -> Tensor:
@@ -77,7 +85,7 @@ def send_to_experts(x_RD: Tensor, traffic: Traffic, group: dist.ProcessGroup, *,
 
     Collective: the group, in forward and in backward.
     """
-    return cast(Tensor, _Exchange.apply(x_RD, traffic.sent, traffic.received, group, is_kept))
+    return cast(Tensor, _Exchange.apply(x_RD, traffic.sent, traffic.received, group, is_kept, "to experts"))
 
 
 def send_back(y_SD: Tensor, traffic: Traffic, group: dist.ProcessGroup, *, is_kept: bool = True) -> Tensor:
@@ -85,17 +93,18 @@ def send_back(y_SD: Tensor, traffic: Traffic, group: dist.ProcessGroup, *, is_ke
 
     Collective: the group, in forward and in backward.
     """
-    return cast(Tensor, _Exchange.apply(y_SD, traffic.received, traffic.sent, group, is_kept))
+    return cast(Tensor, _Exchange.apply(y_SD, traffic.received, traffic.sent, group, is_kept, "to tokens"))
 
 
-def order_received(traffic: Traffic, device: torch.device) -> ExpertOrder:
+def order_received(traffic: Traffic) -> ExpertOrder:
     """How the rows received are sorted by expert; those of one expert stay in the order of the ranks they came from."""
     num_ranks, num_local = traffic.received_PL.shape
-    ids_S = torch.arange(num_local).repeat(num_ranks).repeat_interleave(traffic.received_PL.flatten())
-    return sort_by_expert(ids_S[:, None].to(device, non_blocking=True), num_local)
+    ids = torch.arange(num_local, device=traffic.arrived_PL.device).repeat(num_ranks)
+    ids_S = ids.repeat_interleave(traffic.arrived_PL.flatten(), output_size=sum(traffic.received))
+    return sort_by_expert(ids_S[:, None], num_local)
 
 
-def exchange_rows(x_RD: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+def exchange_rows(x_RD: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, *, name: str) -> Tensor:
     """Exchange uneven numbers of rows, without a gradient: ``send_to_experts`` and ``send_back`` have one.
 
     Args:
@@ -103,25 +112,34 @@ def exchange_rows(x_RD: Tensor, sent: list[int], received: list[int], group: dis
         sent: Rows to each rank.
         received: Rows from each rank.
         group: Ranks that take part.
+        name: For profilers.
 
     Collective: the group.
     """
     x_SD = x_RD.new_empty(sum(received), *x_RD.shape[1:])
-    dist.all_to_all_single(x_SD, x_RD.contiguous(), received, sent, group=group)
+    with record_function(f"{WHOLE} {name}"):
+        dist.all_to_all_single(x_SD, x_RD.contiguous(), received, sent, group=group)
     return x_SD
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_RD: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, is_kept: bool
+        ctx: Any,
+        x_RD: Tensor,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup,
+        is_kept: bool,
+        name: str,
     ) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
+        ctx.sent, ctx.received, ctx.group, ctx.name = sent, received, group, name
         if not is_kept:
-            return exchange_rows(x_RD, sent, received, group)
+            return exchange_rows(x_RD, sent, received, group, name=name)
         # What is kept is handed out again and again, so each time as a tensor of its own for autograd to mark.
-        return keep(lambda: exchange_rows(x_RD, sent, received, group)).detach()
+        return keep(lambda: exchange_rows(x_RD, sent, received, group, name=name)).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        return exchange_rows(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None, None
+        grad_RD = exchange_rows(grads[0], ctx.received, ctx.sent, ctx.group, name=f"{ctx.name}, back")
+        return grad_RD, None, None, None, None, None

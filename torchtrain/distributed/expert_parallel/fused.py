@@ -48,7 +48,7 @@ class FusedDispatcher:
         num_choices = routing.expert_ids_NK.shape[1]
         x_RD = permute(x_ND, order.slots_R, order.rows_R, num_choices, backend=backend)
         x_SD = send_to_experts(x_RD, traffic, self._group, is_kept=self._is_kept)
-        local = order_received(traffic, x_ND.device)
+        local = order_received(traffic)
         x_SD = permute(x_SD, local.slots_R, local.rows_R, num_choices=1, backend=backend)
         y_SD = experts.compute(x_SD, local.offsets_E, is_exact=True)
         # The way back to the order of arrival is a permutation too, the inverse one.
