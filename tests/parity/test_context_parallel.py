@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.parity.harness import Outcome, one_rank, run_topology, train_on_this_rank
+from tests.parity.harness import Outcome, SharedTopologies, one_rank, run_topology, train_on_this_rank
 from tests.parity.test_topologies import ACCUMULATE, SHARD_2, check
 from torchtrain.config.parallel import CpMode
 from torchtrain.data.batch import Batch
@@ -58,10 +58,13 @@ def reference(overrides: tuple[str, ...]) -> Outcome:
     return one_rank(HEADS, WHOLE_BATCH, *([PLAIN] if PLAIN in overrides else []))
 
 
+RUNS = SharedTopologies({name: (size, (HEADS, *overrides)) for name, (size, overrides) in CASES.items()})
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_topology_equals_one_rank(name: str) -> None:
-    world_size, overrides = CASES[name]
-    check(run_topology(world_size, HEADS, *overrides), reference(overrides))
+def test_topology_equals_one_rank(name: str, chosen_rows: list[str]) -> None:
+    _, overrides = CASES[name]
+    check(RUNS.run(name, chosen_rows), reference(overrides))
 
 
 @pytest.mark.parametrize(("mode", "sequence_parallel"), [("ulysses", True), ("allgather", False), ("ring", True)])

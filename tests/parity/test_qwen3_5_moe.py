@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from models.registry import unsupported_techniques
-from tests.parity.harness import one_rank, run_topology
+from tests.parity.harness import SharedTopologies, one_rank, run_topology
 from tests.parity.test_topologies import check
 from torchtrain.distributed.legality import Technique
 from torchtrain.errors import ConfigError
@@ -69,11 +69,14 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
+RUNS = SharedTopologies({name: (size, (*FAMILY, *overrides)) for name, (size, overrides) in CASES.items()})
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_topology_equals_one_rank(name: str) -> None:
-    world_size, overrides = CASES[name]
+def test_topology_equals_one_rank(name: str, chosen_rows: list[str]) -> None:
+    _, overrides = CASES[name]
     plain = (PLAIN,) if PLAIN in overrides else ()
-    check(run_topology(world_size, *FAMILY, *overrides), one_rank(*FAMILY, WHOLE, *plain))
+    check(RUNS.run(name, chosen_rows), one_rank(*FAMILY, WHOLE, *plain))
 
 
 def test_the_dense_sibling_equals_one_rank_too() -> None:

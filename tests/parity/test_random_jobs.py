@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from functools import cache
 
 import pytest
 
-from tests.parity.harness import one_rank, run_topology
+from tests.parity.harness import SharedTopologies
 from tests.parity.random_jobs import BASE, LOW_PRECISION, drawn_job
 from tests.parity.test_topologies import check
 from torchtrain.testing.compare import relative_error
@@ -17,11 +18,21 @@ from torchtrain.train import check_job, main
 NUM_ILLEGAL = 40
 
 
-def test_drawn_job_equals_one_rank(random_job_seed: int) -> None:
+@cache
+def runs_of(seeds: tuple[str, ...]) -> tuple[SharedTopologies, SharedTopologies]:
+    """The drawn jobs, and what one rank makes of each."""
+    jobs = {seed: drawn_job(int(seed), legal=True) for seed in seeds}
+    drawn = {seed: (job.world_size, job.overrides) for seed, job in jobs.items()}
+    alone = {seed: (1, (*job.numbers, "training.micro_batch_size=1")) for seed, job in jobs.items()}
+    return SharedTopologies(drawn), SharedTopologies(alone)
+
+
+def test_drawn_job_equals_one_rank(random_job_seed: int, chosen_rows: list[str]) -> None:
     job = drawn_job(random_job_seed, legal=True)
     print(job)  # pytest shows it where the comparison fails
-    reference = one_rank(*job.numbers, "training.micro_batch_size=1")
-    outcome = run_topology(job.world_size, *job.overrides)
+    drawn, alone = runs_of(tuple(chosen_rows))
+    reference = alone.run(str(random_job_seed), chosen_rows)
+    outcome = drawn.run(str(random_job_seed), chosen_rows)
     if not job.is_low_precision:
         check(outcome, reference)
         return
