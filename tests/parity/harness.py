@@ -45,7 +45,7 @@ MODEL = (
     # AdamW divides by the root of a moment. Where a gradient is little more than rounding, the default of 1e-8 makes a
     # step of its last bits, which order of sums decides; gradients agree to 1e-6 there all the same.
     "optimizer.eps=1e-4",
-    "optimizer.fused=false",
+    "optimizer.fused=true",
     "accelerator.device=cpu",
 )
 

@@ -21,7 +21,7 @@ BASE = (
     "--model.preset=debug",
     "--dataset.sources=[{path: unused}]",
     "--training.steps=3",
-    "--optimizer.fused=false",
+    "--optimizer.fused=true",
     "--accelerator.device=cpu",
 )
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from tests.parity.harness import Outcome, one_rank, run_topology, train_on_this_rank
+from tests.parity.harness import Outcome, SharedTopologies, one_rank, train_on_this_rank
 from tests.parity.test_topologies import check
 from torchtrain import parallelize
 from torchtrain.distributed.fsdp2 import manager
@@ -56,10 +56,12 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
+RUNS = SharedTopologies({name: (size, (*MOE, *overrides)) for name, (size, overrides) in CASES.items()})
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_fsdpturbo_equals_one_rank(name: str) -> None:
-    world_size, overrides = CASES[name]
-    check(run_topology(world_size, *MOE, *overrides), one_rank(*MOE, WHOLE_BATCH))
+def test_fsdpturbo_equals_one_rank(name: str, chosen_rows: list[str]) -> None:
+    check(RUNS.run(name, chosen_rows), one_rank(*MOE, WHOLE_BATCH))
 
 
 def both_implementations(overrides: tuple[str, ...]) -> tuple[Outcome, Outcome]:
