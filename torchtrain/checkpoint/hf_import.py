@@ -161,6 +161,7 @@ def plan_import(
     loaded: dict[str, tuple[Piece, ...]] = {}
     copies: dict[str, tuple[Piece, ...]] = {}
     missing: dict[str, tuple[str, ...]] = {}
+    names_there = sorted(stored)
     untied, initialised = [], list(names.buffers)
     for fqn in names.shapes:
         found = [
@@ -180,7 +181,7 @@ def plan_import(
         elif any(fnmatchcase(fqn, pattern) for pattern in may_be_missing):
             initialised.append(fqn)
         else:
-            wanted = next(weight_map.layouts(fqn, shapes), ())
+            wanted = weight_map.nearest_layout(fqn, shapes, names_there)
             missing[fqn] = tuple(piece.disk_name for piece in wanted if piece.disk_name not in stored) or (fqn,)
     pieces = [piece for group in (*loaded.values(), *copies.values()) for piece in group]
     used = {piece.disk_name for piece in pieces}

@@ -8,9 +8,11 @@ In a row's names ``{layer}`` stands for any number, the same on both sides, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from bisect import bisect
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from typing import Protocol
 
 Shape = tuple[int, ...]
@@ -139,6 +141,26 @@ class WeightMap:
                 return pieces
         return None
 
+    def nearest_layout(self, fqn: str, shapes: Mapping[str, Shape], names: Sequence[str]) -> tuple[Piece, ...]:
+        """Return the layout that looks most like what is on disk, to say by its names what is missing there.
+
+        Args:
+            fqn: The parameter.
+            shapes: As for ``Row.pieces``.
+            names: On disk, sorted.
+
+        Returns:
+            Nothing where no row is about the parameter.
+        """
+
+        def num_shared(pieces: tuple[Piece, ...]) -> int:
+            # In sorted order the name that begins most alike is a neighbour.
+            name = pieces[0].disk_name
+            place = bisect(names, name)
+            return max((_num_shared_parts(name, near) for near in names[max(0, place - 1) : place + 1]), default=0)
+
+        return max(self.layouts(fqn, shapes), key=num_shared, default=())
+
     def is_ignored(self, disk_name: str) -> bool:
         """Whether a tensor on disk may be left unread."""
         return disk_name.startswith(self.ignored_prefixes) or any(
@@ -184,3 +206,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def _translate(name: str, pattern: str, target: str) -> str | None:
     match = _compiled(pattern).fullmatch(name)
     return None if match is None else target.replace("{layer}", match.groupdict().get("layer", ""))
+
+
+def _num_shared_parts(name: str, other: str) -> int:
+    pairs = zip(name.split("."), other.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,12 @@ def save_multimodal(family: str, folder: Path, *, are_experts_fused: bool = Fals
 
 
 def add_tensor(folder: Path, name: str) -> None:
+    rewrite(folder, lambda tensors: {**tensors, name: torch.zeros(3, 2)})
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
     file = folder / "model.safetensors"
-    save_file({**load_file(file), name: torch.zeros(3, 2)}, file, metadata={"format": "pt"})
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
 
 def fill(family: str, folder: Path) -> tuple[nn.Module, FillReport]:
@@ -103,6 +108,17 @@ def test_a_tensor_of_no_named_part_is_still_refused(tmp_path: Path, name: str) -
     add_tensor(tmp_path, name)
     _, report = fill("qwen3_5", tmp_path)
     assert report.unused == (name,)
+
+
+def test_what_is_missing_is_named_as_the_folder_names_it(tmp_path: Path) -> None:
+    save_multimodal("qwen3_5_moe", tmp_path)
+    gone = ("layers.1.linear_attn.A_log", "layers.0.mlp.experts.3.up_proj.weight")
+    rewrite(tmp_path, lambda tensors: {name: x for name, x in tensors.items() if not name.endswith(gone)})
+    _, report = fill("qwen3_5_moe", tmp_path)
+    assert report.missing == {
+        "layers.1.linear_attn.A_log": (f"model.language_model.{gone[0]}",),
+        "layers.0.mlp.experts.up_proj": (f"model.language_model.{gone[1]}",),
+    }
 
 
 def test_what_a_run_exports_of_one_is_a_text_model_with_the_same_logits(tmp_path: Path) -> None:
