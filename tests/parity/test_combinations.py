@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from tests.parity import harness
-from tests.parity.harness import Outcome, one_rank, run_topology, train_on_this_rank
+from tests.parity.harness import Outcome, SharedTopologies, one_rank, train_on_this_rank
 from tests.parity.test_topologies import SHARD_2, check
 from torchtrain.config.parallel import CpMode, PpSchedule
 from torchtrain.testing.ranks import run_ranks
@@ -49,26 +49,37 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
 }
 
 
+RUNS = SharedTopologies({name: (size, (model, *overrides)) for name, (size, model, overrides) in CASES.items()})
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_combination_equals_one_rank(name: str) -> None:
-    world_size, model, overrides = CASES[name]
+def test_combination_equals_one_rank(name: str, chosen_rows: list[str]) -> None:
+    _, model, overrides = CASES[name]
     numbers = (model, *([PLAIN] if PLAIN in overrides else []))
-    check(run_topology(world_size, *numbers, *overrides), one_rank(*numbers, "training.micro_batch_size=8"))
+    check(RUNS.run(name, chosen_rows), one_rank(*numbers, "training.micro_batch_size=8"))
 
 
 LOW = ("fsdp_config.mix_precision={param_dtype: bfloat16, reduce_dtype: float32}", TWO)
-LOW_JOBS: dict[int, list[tuple[str, ...]]] = {
-    4: [
-        (SHARD_2, TP),
-        (SHARD_2, TP, SP),
-        (SHARD_2, TP, SP, LP),
-        (SHARD_2, TP, CP),
-        (PP, TP, SP, LP),
-        *[(SHARD_2, CP, mode(name)) for name in get_args(CpMode)],
-        *[(PP, SHARD_2, schedule(name), ONE) for name in get_args(PpSchedule)],
-        (PP, SHARD_2, CP, mode("ring")),
-    ],
-    8: [(PP, SHARD_2, TP, SP, LP), (PP, SHARD_2, TP, CP, mode("ring"))],
+SOME_SCHEDULES: tuple[PpSchedule, ...] = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+LOW_JOBS: dict[str, tuple[int, list[tuple[str, ...]]]] = {
+    "four_ranks": (
+        4,
+        [
+            (SHARD_2, TP),
+            (SHARD_2, TP, SP),
+            (SHARD_2, TP, SP, LP),
+            (SHARD_2, TP, CP),
+            (PP, TP, SP, LP),
+            *[(SHARD_2, CP, mode(name)) for name in get_args(CpMode)],
+            *[(PP, SHARD_2, schedule(name), ONE) for name in SOME_SCHEDULES],
+            (PP, SHARD_2, CP, mode("ring")),
+        ],
+    ),
+    "other_schedules": (
+        4,
+        [(PP, SHARD_2, schedule(name), ONE) for name in get_args(PpSchedule) if name not in SOME_SCHEDULES],
+    ),
+    "eight_ranks": (8, [(PP, SHARD_2, TP, SP, LP), (PP, SHARD_2, TP, CP, mode("ring"))]),
 }
 
 
@@ -78,9 +89,9 @@ def train_one_step_each(jobs: list[tuple[str, ...]]) -> list[Outcome]:
     return [train_on_this_rank((GROUPED, *LOW, *overrides)) for overrides in jobs]
 
 
-@pytest.mark.parametrize("world_size", LOW_JOBS)
-def test_every_combination_trains_in_bf16(world_size: int) -> None:
-    jobs = LOW_JOBS[world_size]
+@pytest.mark.parametrize("name", LOW_JOBS)
+def test_every_combination_trains_in_bf16(name: str) -> None:
+    world_size, jobs = LOW_JOBS[name]
     by_rank = run_ranks(train_one_step_each, world_size, jobs)
     for index, overrides in enumerate(jobs):
         scalars = {(*outcomes[index].losses, *outcomes[index].norms) for outcomes in by_rank}
