@@ -30,6 +30,7 @@ EXTENDED = (
     "tests/parity/test_combinations.py::*[[]tp2_cp2_plain]",
     "tests/parity/test_combinations.py::*[[]pp2_fsdp2_plain]",
     "tests/parity/test_combinations.py::*[[]pp2_tp2]",
+    "tests/parity/test_combinations.py::*[[]other_schedules]",
     "tests/parity/test_combinations.py::*[[]pp2_cp2_allgather_plain]",
     "tests/parity/test_pipeline.py::*[[]replicas]",
     "tests/parity/test_pipeline.py::*[[]loops_fsdp]",
