@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.end_to_end.launch import losses, metrics, train_each
 from torchtrain.config.parallel import EpDispatcher
@@ -41,10 +42,27 @@ def smaller(folder: Path, *words: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the job on one rank; in ``in_turns`` beside it, tokens visit the experts in turn."""
     folder = tmp_path_factory.mktemp("one_rank")
-    codes, said = train_each(folder, [smaller(folder, *ALONE)])
+    in_turns = smaller(folder / "in_turns", *ALONE, "debug.force_balanced_routing=true", "metrics.tensorboard=true")
+    codes, said = train_each(folder, [smaller(folder, *ALONE), in_turns])
     assert codes == [0], said
     return folder
+
+
+def test_loads_stand_in_metrics_and_tensorboard_and_are_even_where_the_job_forces_them(one_rank: Path) -> None:
+    chosen, forced = ([line["expert_loads"] for line in metrics(one_rank / name)] for name in ("", "in_turns"))
+    routers = {"layers.0.mlp.router", "layers.1.mlp.router"}
+    for loads in chosen + forced:
+        assert loads.keys() == routers
+    assert all(0.0 < load["entropy"] < 1.0 < load["max_over_mean"] for loads in chosen for load in loads.values())
+    for loads in forced:
+        assert all(load == {"entropy": pytest.approx(1.0), "max_over_mean": 1.0} for load in loads.values())
+    events = EventAccumulator(str(one_rank / "in_turns" / "run" / "tensorboard")).Reload()
+    for router in routers:
+        assert [e.value for e in events.Scalars(f"experts/{router}/entropy")] == pytest.approx([1.0] * 3)
+        assert [e.value for e in events.Scalars(f"experts/{router}/max_over_mean")] == [1.0] * 3
+        assert events.Histograms(f"experts/{router}/shares")[-1].step == 3
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

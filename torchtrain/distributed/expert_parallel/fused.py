@@ -43,7 +43,7 @@ class FusedDispatcher:
         order = sort_by_expert(routing.expert_ids_NK, routing.num_experts)
         traffic = exchange_counts(order.offsets_E, self._group)
         # Known to the host already: no sync.
-        has_idle_expert = bool((traffic.received_PL.sum(dim=0) == 0).any())
+        has_idle_expert = 0 in traffic.received_PL.sum(dim=0).tolist()
         backend = "eager" if has_idle_expert else None
         num_choices = routing.expert_ids_NK.shape[1]
         x_RD = permute(x_ND, order.slots_R, order.rows_R, num_choices, backend=backend)
