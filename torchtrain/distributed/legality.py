@@ -361,4 +361,9 @@ def find_model_warnings(architecture: DecoderSizes, job: Job) -> list[str]:
             "debug.force_balanced_routing sends tokens to experts in turn, whatever the router says: good for timing, "
             "useless for training"
         )
+    if has_experts and not job.dataset.packing:
+        warnings.append(
+            "dataset.packing = false fills sequences with padding, which is routed like any token: it counts in the "
+            "load of experts and in the balance losses. Prefer dataset.packing: true, which keeps documents apart too"
+        )
     return warnings

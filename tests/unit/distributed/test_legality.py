@@ -215,6 +215,8 @@ def test_whole_graph_is_refused_for_a_model_with_experts_only() -> None:
         ),
         ("llama", "debug.force_balanced_routing=true", "has no effect: it needs a model with experts"),
         ("qwen3_moe", "debug.force_balanced_routing=true", "useless for training"),
+        ("qwen3_moe", "dataset.packing=false", "padding, which is routed like any token"),
+        ("llama", "dataset.packing=false", ""),
         ("llama", "activation_checkpoint={mode: every_nth_block, every_n_blocks: 2}", ""),
     ],
 )
