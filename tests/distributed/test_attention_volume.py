@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.test_comm_trace import Records, Volumes, collectives, trace_one_step
+from tests.shared_ranks import SharedRanks
 from torchtrain.config.parallel import CpMode
 from torchtrain.distributed.attention_volume import AttentionSizes, plan_attention_volume
-from torchtrain.testing.ranks import run_ranks
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -41,12 +41,9 @@ CASES: list[tuple[CpMode, int, int, int, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_bytes_of_attention_are_the_closed_formula_to_the_byte(case: tuple[CpMode, int, int, int, str, str]) -> None:
+def job_of(case: tuple[CpMode, int, int, int, str, str]) -> tuple[str, ...]:
     mode, cp_size, num_heads, num_key_value_heads, dtype, recompute = case
-    records, _ = run_ranks(
-        trace_one_step,
-        cp_size,
+    return (
         f"accelerator.cp_mode={mode}",
         f"accelerator.cp_size={cp_size}",
         f"model.overrides={{vocab_size: 101, hidden_size: 36, intermediate_size: 37, num_hidden_layers: 2, "
@@ -54,7 +51,18 @@ def test_bytes_of_attention_are_the_closed_formula_to_the_byte(case: tuple[CpMod
         f"fsdp_config={{dp_shard_size: {cp_size}, mix_precision: {{param_dtype: {dtype}}}}}",
         f"activation_checkpoint.mode={recompute}",
         "training.micro_batch_size=4",
-    )[0]
+    )
+
+
+TRACES = SharedRanks(trace_one_step, {str(case): (case[1], job_of(case)) for case in CASES})
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_bytes_of_attention_are_the_closed_formula_to_the_byte(
+    case: tuple[CpMode, int, int, int, str, str], chosen_rows: list[str]
+) -> None:
+    mode, cp_size, num_heads, num_key_value_heads, dtype, recompute = case
+    records, _ = TRACES.take(str(case), chosen_rows)[0]
     sizes = AttentionSizes(
         cp_size=cp_size,
         num_tokens=4 * 16,

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from models.registry import load_spec, resolve_architecture
 from tests.parity.harness import MODEL, make_global_batch
+from tests.shared_ranks import SharedRanks
 from torchtrain.config.load import load_job
 from torchtrain.distributed.fsdp2.accumulation import set_micro_batch_policy
 from torchtrain.distributed.fsdp2.manager import FSDP2Manager
@@ -90,9 +91,12 @@ def gathered_after_forward(reshard: bool) -> dict[str, bool]:
     }
 
 
+FORWARDS = SharedRanks(gathered_after_forward, {str(reshard): (2, (reshard,)) for reshard in (True, False)})
+
+
 @pytest.mark.parametrize("reshard", [True, False])
-def test_5_2_root_stays_gathered_and_children_do_as_told(reshard: bool) -> None:
-    assert run_ranks(gathered_after_forward, 2, reshard)[0] == {"root": True, "block": not reshard}
+def test_5_2_root_stays_gathered_and_children_do_as_told(reshard: bool, chosen_rows: list[str]) -> None:
+    assert FORWARDS.take(str(reshard), chosen_rows)[0] == {"root": True, "block": not reshard}
 
 
 def shard_degrees(dp_shard_size: int, *overrides: str) -> set[tuple[int, int]]:
@@ -105,9 +109,12 @@ def shard_degrees(dp_shard_size: int, *overrides: str) -> set[tuple[int, int]]:
     return degrees
 
 
+DEGREES = SharedRanks(shard_degrees, {str(size): (4, (size,)) for size in (1, 2, 4)})
+
+
 @pytest.mark.parametrize("dp_shard_size", [1, 2, 4])
-def test_5_3_shard_degree_is_dp_shard_size(dp_shard_size: int) -> None:
-    assert run_ranks(shard_degrees, 4, dp_shard_size) == [{(dp_shard_size, 4 // dp_shard_size)}] * 4
+def test_5_3_shard_degree_is_dp_shard_size(dp_shard_size: int, chosen_rows: list[str]) -> None:
+    assert DEGREES.take(str(dp_shard_size), chosen_rows) == [{(dp_shard_size, 4 // dp_shard_size)}] * 4
 
 
 def test_5_3_cp_does_not_widen_the_shard_degree() -> None:
@@ -145,10 +152,13 @@ def gathered_after_each_micro_batch(reshard: str) -> list[set[bool]]:
     return gathered
 
 
+MICRO_BATCHES = SharedRanks(gathered_after_each_micro_batch, {word: (2, (word,)) for word in ("true", "false")})
+
+
 @pytest.mark.parametrize("reshard", ["true", "false"])
-def test_5_9_only_the_last_micro_batch_reshards_after_backward(reshard: str) -> None:
+def test_5_9_only_the_last_micro_batch_reshards_after_backward(reshard: str, chosen_rows: list[str]) -> None:
     between = {reshard == "false"}
-    assert run_ranks(gathered_after_each_micro_batch, 2, reshard)[0] == [between, between, {False}]
+    assert MICRO_BATCHES.take(reshard, chosen_rows)[0] == [between, between, {False}]
 
 
 def all_reduces_per_micro_batch(sync: str) -> list[int]:
@@ -164,7 +174,10 @@ def all_reduces_per_micro_batch(sync: str) -> list[int]:
     return counts
 
 
+REDUCTIONS = SharedRanks(all_reduces_per_micro_batch, {word: (4, (word,)) for word in ("true", "false")})
+
+
 @pytest.mark.parametrize("sync", ["true", "false"])
-def test_5_10_replicas_all_reduce_on_the_last_micro_batch_only(sync: str) -> None:
+def test_5_10_replicas_all_reduce_on_the_last_micro_batch_only(sync: str, chosen_rows: list[str]) -> None:
     # Two blocks and the root, one all-reduce each.
-    assert run_ranks(all_reduces_per_micro_batch, 4, sync)[0] == [0, 3]
+    assert REDUCTIONS.take(sync, chosen_rows)[0] == [0, 3]

@@ -10,13 +10,13 @@ from models.llama.parallelize import TENSOR_PARALLEL_TABLE
 from models.registry import load_spec, resolve_architecture
 from tests.distributed.test_comm_trace import Collected, Records, Volumes, collectives
 from tests.parity.harness import MODEL, build_train_step, make_global_batch
+from tests.shared_ranks import SharedRanks
 from torchtrain.config.load import load_job
 from torchtrain.distributed.comm_trace import CommTrace
 from torchtrain.distributed.job_volume import plan_job_volume
 from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.topology import Topology
 from torchtrain.optim.build import build_optimizer
-from torchtrain.testing.ranks import run_ranks
 from torchtrain.testing.shares import split_batch
 from torchtrain.trainer.run import Run, build_model
 
@@ -94,10 +94,12 @@ def moved(records: Records, rank: int) -> Volumes:
     return volumes
 
 
+TRACES = SharedRanks(trace_second_step, {name: (size, (overrides,)) for name, (size, overrides) in CASES.items()})
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_every_byte_of_a_job_has_its_formula(name: str) -> None:
-    world_size, overrides = CASES[name]
-    results = run_ranks(trace_second_step, world_size, overrides)
+def test_every_byte_of_a_job_has_its_formula(name: str, chosen_rows: list[str]) -> None:
+    results = TRACES.take(name, chosen_rows)
     records, _ = results[0]
     for rank, (_, expected) in enumerate(results):
         assert moved(records, rank) == expected, f"rank {rank}"

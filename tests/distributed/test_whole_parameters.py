@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.stored_run import StoredRun
+from tests.shared_ranks import SharedRanks
 from torchtrain.testing.compare import relative_error
 from torchtrain.testing.ranks import run_ranks
 from torchtrain.testing.tolerances import BF16_SCALAR, FP32_SCALAR, FP32_TENSOR
@@ -36,7 +37,10 @@ SETS: dict[str, tuple[str, ...]] = {
 }
 
 
-def train(*overrides: str) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor], dict[str, bool]]:
+Trained = tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor], dict[str, bool]]
+
+
+def train(*overrides: str) -> Trained:
     run = StoredRun(SHARD, "training.micro_batch_size=1", *overrides, frozen=(FROZEN,))
     scalars = run.train(2)
     parameters = dict(run.model.named_parameters())
@@ -47,10 +51,18 @@ def train(*overrides: str) -> tuple[list[float], list[dict[str, Tensor]], dict[s
     return scalars, run.gradients, run.whole_tensors(), is_whole
 
 
+def train_both_ways(*overrides: str) -> tuple[Trained, Trained]:
+    return train(*overrides), train(*overrides, WHOLE)
+
+
+RUNS = SharedRanks(train_both_ways, {name: (4, overrides) for name, overrides in SETS.items()})
+
+
 @pytest.mark.parametrize("name", SETS)
-def test_whole_parameters_train_as_sharded_ones_do(name: str) -> None:
-    scalars, gradients, tensors, _ = run_ranks(train, 4, *SETS[name])[0]
-    outcomes = run_ranks(train, 4, *SETS[name], WHOLE)
+def test_whole_parameters_train_as_sharded_ones_do(name: str, chosen_rows: list[str]) -> None:
+    results = RUNS.take(name, chosen_rows)
+    scalars, gradients, tensors, _ = results[0][0]
+    outcomes = [with_whole for _, with_whole in results]
     whole_scalars, whole_gradients, whole_tensors, is_whole = outcomes[0]
     assert all(is_whole[fqn] for fqn in WHOLE_FQNS)
     assert FROZEN not in gradients[0]
