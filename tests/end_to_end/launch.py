@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import secrets
 import socket
 import sys
 import time
@@ -142,6 +143,9 @@ def _train(runs: Sequence[tuple[list[str], int]], rank: int, world_size: int, ou
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port below those that the kernel hands out: nobody is given it before the ranks, which may be seconds later."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
