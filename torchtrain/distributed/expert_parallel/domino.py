@@ -50,7 +50,9 @@ class DominoDispatcher:
             for index, (order, traffic) in enumerate(zip(orders, self._exchange_counts(orders), strict=True))
         ]
         # The order of these lines is the order of the exchanges, mirrored in backward: see ``overlap``.
-        outward = [one.there.start(spread(x, one.order)) for one, x in zip(slices, x_ND.tensor_split(2), strict=True)]
+        outward = [
+            one.there.start(spread(x, one.order)) for one, x in zip(slices, x_ND.tensor_split(NUM_SLICES), strict=True)
+        ]
         homeward = [
             one.back.start(one.compute(one.there.finish(ticket), experts))
             for one, ticket in zip(slices, outward, strict=True)
