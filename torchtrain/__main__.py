@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torchtrain import train
 from torchtrain.config.dump import dump_job
 from torchtrain.errors import TorchtrainError
-from torchtrain.runtime.env import read_launch_env
+from torchtrain.runtime.env import read_intended_ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,17 +27,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=("train", "config"), help="train a job, or print it checked and resolved")
     parser.add_argument(
-        "--world-size", type=_positive, help="config: ranks to check the job for; default WORLD_SIZE, else 1"
+        "--world-size",
+        type=_positive,
+        help="config: ranks to check the job for; default WORLD_SIZE or NGPU, else the fewest that the job runs on",
     )
     options, arguments = parser.parse_known_args(argv)
     if options.command == "train":
         return train.main(arguments)
     try:
-        checked = train.check_job(arguments, options.world_size or read_launch_env().world_size)
+        told = options.world_size or read_intended_ranks()
+        world_size = told or train.count_fewest_ranks(arguments)
+        checked = train.check_job(arguments, world_size)
     except TorchtrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     print(dump_job(checked.job), end="", flush=True)
+    if told is None and world_size > 1:
+        print(
+            f"note: checked for {world_size} ranks, the fewest that it fits (NGPU={world_size} ./run_train.sh JOB); "
+            "for N ranks: torchtrain config --world-size N JOB",
+            file=sys.stderr,
+        )
     for warning in train.find_warnings(arguments, checked):
         print(f"warning: {warning}", file=sys.stderr)
     print(train.describe_kernels(checked), end="", flush=True)

@@ -21,7 +21,7 @@ from torchtrain.config.overrides import find_override_warnings
 from torchtrain.config.rules import find_job_faults, find_size_faults
 from torchtrain.distributed.fsdpturbo.legality import find_plugin_faults
 from torchtrain.distributed.legality import find_legality_faults, find_model_warnings
-from torchtrain.distributed.topology import Topology, find_topology_faults, find_topology_warnings
+from torchtrain.distributed.topology import Topology, fewest_ranks, find_topology_faults, find_topology_warnings
 from torchtrain.errors import ConfigError, Fault, TorchtrainError
 from torchtrain.kernels.plugins import find_kernel_faults
 from torchtrain.runtime.env import LaunchEnv, read_launch_env
@@ -122,16 +122,28 @@ def check_job(argv: Sequence[str], world_size: int) -> CheckedJob:
     faults = collect_faults(
         reading,
         find_unavailable(job),
-        find_topology_faults(job, world_size),
+        find_topology_faults(job, world_size, num_experts=getattr(architecture, "num_experts", 0)),
         find_job_faults(job),
         find_kernel_faults(job.kernel_config, job.accelerator.device),
-        architecture_faults,
+        of_model=architecture_faults,
     )
     if path is None:
         faults = [_NO_JOB_FILE if fault.path == "dataset.sources" and not fault.value else fault for fault in faults]
     if faults:
         raise ConfigError(faults)
     return CheckedJob(job, Topology.resolve(job, world_size), architecture)
+
+
+def count_fewest_ranks(argv: Sequence[str]) -> int:
+    """Count the ranks that a job needs at least, as far as it can be read.
+
+    Args:
+        argv: Job file, then overrides.
+
+    Raises:
+        ConfigError: The file itself cannot be read.
+    """
+    return fewest_ranks(read_job(*_split_words(argv)).job)
 
 
 def find_warnings(argv: Sequence[str], checked: CheckedJob) -> list[str]:

@@ -66,6 +66,47 @@ def test_config_says_what_the_model_and_the_disk_rule_out_beside_the_job(capsys,
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("job", "ranks"),
+    [("llama/debug", 1), ("llama/debug_tp2", 4), ("qwen3_moe/debug_ep4", 4)],
+)
+def test_a_job_is_checked_for_the_fewest_ranks_that_it_fits_unless_told(capsys, monkeypatch, job, ranks):
+    job = f"train_configs/{job}.yaml"
+    for name in ("NGPU", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    code, _, err = run_config(capsys, job)
+    assert code == 0, err
+    assert (f"note: checked for {ranks} ranks" in err) == (ranks > 1)
+    assert "note" not in run_config(capsys, job, "--world-size=8")[2]
+    monkeypatch.setenv("NGPU", "3")
+    told = run_config(capsys, job)
+    assert told == run_config(capsys, job, "--world-size=3")
+    assert told[0] == 2
+
+
+def test_on_too_few_ranks_a_job_is_told_first_how_many_it_wants(capsys):
+    assert train.main(["train_configs/llama/debug_tp2.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "; start 4 ranks in all (on one machine: NGPU=4 ./run_train.sh), or set accelerator.tp_size to 1\n" in said
+
+
+def test_what_the_model_cannot_do_is_listed_beside_what_the_ranks_cannot(capsys, corpus):
+    words = [corpus, "--model.name=qwen3_5_moe", "--dist_config.name=fsdpturbo", "--accelerator.tp_size=2"]
+    code, _, err = run_config(capsys, *words, "--world-size=2")
+    assert code == 2
+    assert "(2 faults)" in err
+    assert "1. accelerator.tp_size = 2: must be 1 with dist_config.name" in err
+    assert "2. accelerator.tp_size = 2: tensor parallel is not possible with qwen3_5_moe" in err
+
+
+def test_ways_out_of_one_list_agree(capsys, corpus):
+    words = [corpus, "--model.name=qwen3_moe", "--accelerator.ep_size=3", "--training.global_batch_size=16"]
+    _, _, err = run_config(capsys, *words, "--world-size=6")
+    assert "accelerator.ep_size = 3: must divide num_experts = 8, of which every rank gets as many; use 2\n" in err
+    assert "training.global_batch_size = 16: must be" in err
+    assert "start" not in err
+
+
 @pytest.mark.parametrize("words", [[], ["--training.steps=5"]])
 @pytest.mark.parametrize("start", [train.main, lambda words: main(["config", *words])])
 def test_without_a_job_file_the_answer_is_how_to_name_one(capsys, start, words):
@@ -81,7 +122,7 @@ def test_without_a_job_file_the_answer_is_how_to_name_one(capsys, start, words):
     ("words", "path"),
     [
         (["--training.global_batch_size=10", "--training.micro_batch_size=4"], "training.global_batch_size"),
-        (["--accelerator.ep_size=3"], "accelerator.ep_size"),
+        (["--model.name=qwen3_moe", "--accelerator.ep_size=3"], "accelerator.ep_size"),
     ],
 )
 def test_a_mistake_that_two_rules_see_is_listed_once(capsys, corpus, words, path):

@@ -66,16 +66,27 @@ def load_job(path: str | Path | None, overrides: Sequence[str] = ()) -> Job:
     return reading.job
 
 
-def collect_faults(reading: JobReading, *later: Iterable[Fault]) -> list[Fault]:
+def collect_faults(reading: JobReading, *later: Iterable[Fault], of_model: Iterable[Fault] = ()) -> list[Fault]:
     """Join the faults of a reading with those of later rules.
 
     Later faults that only restate an unreadable value, because a default stood in for it, are left out. Of several that
     later rules find with one value the first is kept.
+
+    Args:
+        reading: What was read.
+        *later: The faults of each later rule.
+        of_model: Those by the model, last. One stands beside another fault of its value, as a value may fit neither the
+            model nor the world, unless that says the same rule or the same way out.
     """
     unread = [fault.path for fault in reading.faults]
     faults = list(reading.faults)
     for fault in (fault for group in later for fault in group):
         is_told = any((known.path, known.value) == (fault.path, fault.value) for known in faults)
+        if not is_told and not any(_follows_from(fault, path) for path in unread):
+            faults.append(fault)
+    for fault in of_model:
+        told = [known for known in faults if (known.path, known.value) == (fault.path, fault.value)]
+        is_told = any(fault.rule in known.rule or fault.fix == known.fix for known in told)
         if not is_told and not any(_follows_from(fault, path) for path in unread):
             faults.append(fault)
     return faults

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from torchtrain.config.job import Job
 from torchtrain.config.rules import nearest_divisors, nearest_multiples
 from torchtrain.distributed.pipeline_parallel.stage_plan import SPLIT_BACKWARD, find_stage_faults
-from torchtrain.distributed.topology import expert_parallel_size
+from torchtrain.distributed.topology import expert_parallel_size, rule_of_expert_count
 from torchtrain.errors import Fault
 
 Technique = Literal[
@@ -29,7 +29,7 @@ Technique = Literal[
 ]
 
 _NO_TENSOR_PARALLEL = "its gated delta nets are not split over tensor-parallel ranks"
-_ONLY_ULYSSES = "a gated delta net passes its state along the whole sequence; accelerator.cp_mode: ulysses can"
+_ONLY_ULYSSES = "a gated delta net passes its state along the whole sequence, which a rank has under ulysses only"
 DELTA_NET_UNSUPPORTED: dict[Technique, str] = {
     "tensor parallel": _NO_TENSOR_PARALLEL,
     "sequence parallel": _NO_TENSOR_PARALLEL,
@@ -206,7 +206,7 @@ def _check_shared_expert(architecture: DecoderSizes, job: Job) -> Iterator[Fault
 def _check_expert_count(architecture: DecoderSizes, job: Job) -> Iterator[Fault]:
     ep_size, num_experts = expert_parallel_size(job), getattr(architecture, "num_experts", 1)
     if num_experts % ep_size:
-        rule = f"must divide num_experts = {num_experts}, of which every rank gets as many"
+        rule = rule_of_expert_count(num_experts)
         yield Fault(_ep_path(job), ep_size, rule, f"use {nearest_divisors(ep_size, of=num_experts)}")
 
 
@@ -334,7 +334,7 @@ def find_legality_faults(
     """
     in_use = techniques_in_use(job)
     faults = [
-        Fault(path, value, f"{technique} is not possible with {family}: {unsupported[technique]}", "switch it off")
+        Fault(path, value, f"{technique} is not possible with {family}: {unsupported[technique]}", _way_without(path))
         for technique, (path, value) in in_use.items()
         if technique in unsupported
     ]
@@ -343,6 +343,13 @@ def find_legality_faults(
             faults.extend(rule.find_faults(architecture, job))
     faults.extend(_check_whole_graph(architecture, job))
     return faults
+
+
+def _way_without(path: str) -> str:
+    """How to do without a technique, by the key that asks for it."""
+    if path == "accelerator.cp_mode":
+        return "set accelerator.cp_mode: ulysses, or accelerator.cp_size: 1"
+    return f"set {path}: {'1' if path.endswith('_size') else 'false'}"
 
 
 def find_model_warnings(architecture: DecoderSizes, job: Job) -> list[str]:

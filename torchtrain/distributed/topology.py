@@ -186,17 +186,34 @@ def expert_parallel_size(job: Job) -> int:
     return job.dist_config.ep_size or 1 if job.dist_config.name == "fsdpturbo" else job.accelerator.ep_size
 
 
-def find_topology_faults(job: Job, world_size: int) -> list[Fault]:
+def find_topology_faults(job: Job, world_size: int, *, num_experts: int = 0) -> list[Fault]:
     """Check the sizes of a job against the world.
 
     Sizes that are wrong by themselves are `find_job_faults`'s; with those, nothing is said about the world.
+
+    Args:
+        job: The job.
+        world_size: Ranks that would train it.
+        num_experts: Of the model's layers where that is known, so that the way out suits the model too; 0 is none.
     """
     if find_size_faults(job):
         return []
     indivisible = _find_indivisible_world(job, world_size)
     if indivisible is not None:
         return [indivisible]
-    return list(_find_domain_faults(job, world_size))
+    return list(_find_domain_faults(job, world_size, num_experts))
+
+
+def fewest_ranks(job: Job) -> int:
+    """The smallest world that all sizes of a job fit, its batch among them; 1 where no reasonable world does."""
+    if find_size_faults(job):
+        return 1
+    return next(_fitting_worlds(job), _rank_multiple(job) if _rank_multiple(job) <= _MANY_RANKS else 1)
+
+
+def rule_of_expert_count(num_experts: int) -> str:
+    """What an expert-parallel size must be, whatever the world."""
+    return f"must divide num_experts = {num_experts}, of which every rank gets as many"
 
 
 def find_topology_warnings(job: Job, topology: Topology) -> list[str]:
@@ -267,18 +284,53 @@ def _find_indivisible_world(job: Job, world_size: int) -> Fault | None:
                 size,
                 f"accelerator.tp_size x accelerator.cp_size x accelerator.pp_size = {product} must divide the world "
                 f"size {world_size}",
-                f"{_advise_ranks(world_size, product)}set accelerator.{name} to {nearest_divisors(size, of=remaining)}",
+                f"{_advise_ranks(job, world_size)}set accelerator.{name} to {nearest_divisors(size, of=remaining)}",
             )
         remaining //= size
     return None
 
 
-def _advise_ranks(world_size: int, product: int) -> str:
-    """The world sizes that would fit, unless nobody has that many."""
-    return f"start {nearest_multiples(world_size, of=product)} ranks, or " if product <= _MANY_RANKS else ""
+def _rank_multiple(job: Job) -> int:
+    """What a world size must be a multiple of for every parallel size to come out whole."""
+    sizes, fsdp, expert_size = (
+        job.accelerator,
+        job.fsdp_config,
+        expert_parallel_size(job) * job.fsdp_config.edp_shard_size,
+    )
+    for_shards = fsdp.dp_shard_size // math.gcd(fsdp.dp_shard_size, sizes.cp_size)
+    shared = 1 if job.dist_config.name == "fsdpturbo" else sizes.tp_size * sizes.cp_size
+    for_experts = expert_size // math.gcd(expert_size, shared)
+    return sizes.tp_size * sizes.cp_size * sizes.pp_size * math.lcm(for_shards, for_experts)
 
 
-def _find_domain_faults(job: Job, world_size: int) -> Iterator[Fault]:
+def _fitting_worlds(job: Job) -> Iterator[int]:
+    """World sizes that fit every parallel size and the batch, from the smallest, as far as anybody has the ranks."""
+    total, micro, multiple = job.training.global_batch_size, job.training.micro_batch_size, _rank_multiple(job)
+    ranks_per_replica = math.prod(getattr(job.accelerator, name) for name in ("tp_size", "cp_size", "pp_size"))
+    for world_size in range(multiple, min(_MANY_RANKS, total // micro * ranks_per_replica) + 1, multiple):
+        dp_size = world_size // ranks_per_replica
+        if total % (micro * dp_size) == 0 and not any(find_micro_batch_faults(job, dp_size=dp_size)):
+            yield world_size
+
+
+def _advise_ranks(job: Job, world_size: int) -> str:
+    """The world sizes nearest to this one at which the job runs as it is, as the beginning of a way out."""
+    fitting, multiple = list(_fitting_worlds(job)), _rank_multiple(job)
+    below, above = (
+        [size for size in fitting if size < world_size][-1:],
+        [size for size in fitting if size > world_size][:1],
+    )
+    nearest = " or ".join(map(str, (*below, *above)))
+    if not nearest and multiple <= _MANY_RANKS:
+        nearest = nearest_multiples(world_size, of=multiple)
+    return f"start {nearest} ranks in all ({_on_one_machine(nearest.split()[0])}), or " if nearest else ""
+
+
+def _on_one_machine(ranks: object) -> str:
+    return f"on one machine: NGPU={ranks} ./run_train.sh"
+
+
+def _find_domain_faults(job: Job, world_size: int, num_experts: int) -> Iterator[Fault]:
     accelerator, fsdp, ep_size = job.accelerator, job.fsdp_config, expert_parallel_size(job)
     stage_size = world_size // accelerator.pp_size
     domain = stage_size // accelerator.tp_size
@@ -288,23 +340,25 @@ def _find_domain_faults(job: Job, world_size: int) -> Iterator[Fault]:
             fsdp.dp_shard_size,
             f"must divide the FSDP domain dp_size x cp_size = {domain // accelerator.cp_size} x {accelerator.cp_size}"
             f" = {domain} (world size {world_size})",
-            f"use {nearest_divisors(fsdp.dp_shard_size, of=domain)}",
+            f"{_advise_ranks(job, world_size)}use {nearest_divisors(fsdp.dp_shard_size, of=domain)}",
         )
     if job.dist_config.name == "fsdpturbo":
-        yield from _find_fsdpturbo_faults(job, dp_size=domain // accelerator.cp_size)
-    elif stage_size % ep_size:
-        yield Fault(
+        yield from _find_fsdpturbo_faults(job, world_size, num_experts)
+    elif stage_size % ep_size or num_experts % ep_size:
+        yield _explain_expert_size(
+            job,
             "accelerator.ep_size",
-            ep_size,
-            f"must divide the expert domain dp_size x cp_size x tp_size = {stage_size} (world size {world_size})",
-            f"use {nearest_divisors(ep_size, of=stage_size)}",
+            stage_size,
+            f"the expert domain dp_size x cp_size x tp_size = {stage_size} (world size {world_size})",
+            world_size=world_size,
+            num_experts=num_experts,
         )
     elif (edp_size := stage_size // ep_size) % fsdp.edp_shard_size:
         yield Fault(
             "fsdp_config.edp_shard_size",
             fsdp.edp_shard_size,
             f"must divide the expert-data-parallel domain {stage_size} / ep_size {ep_size} = {edp_size}",
-            f"use {nearest_divisors(fsdp.edp_shard_size, of=edp_size)}",
+            f"{_advise_ranks(job, world_size)}use {nearest_divisors(fsdp.edp_shard_size, of=edp_size)}",
         )
     if job.compile.fullgraph and (domain > 1 or (ep_size > 1 and stage_size > ep_size)):
         yield Fault(
@@ -315,26 +369,41 @@ def _find_domain_faults(job: Job, world_size: int) -> Iterator[Fault]:
         )
     if stage_size > 1:
         yield from find_fused_faults(job.optimizer)
-    yield from _find_batch_faults(job, dp_size=domain // accelerator.cp_size)
+    yield from _find_batch_faults(job, world_size, dp_size=domain // accelerator.cp_size)
     yield from find_micro_batch_faults(job, dp_size=domain // accelerator.cp_size)
 
 
-def _find_fsdpturbo_faults(job: Job, *, dp_size: int) -> Iterator[Fault]:
-    ep_size, edp_shard_size = expert_parallel_size(job), job.fsdp_config.edp_shard_size
+def _explain_expert_size(
+    job: Job, path: str, domain: int, domain_in_words: str, *, world_size: int, num_experts: int
+) -> Fault:
+    """Of a size that does not divide its domain, the model's experts, or either; the way out suits both."""
+    ep_size = expert_parallel_size(job)
+    fix = f"use {nearest_divisors(ep_size, of=math.gcd(domain, num_experts))}"
+    if num_experts % ep_size == 0:
+        return Fault(path, ep_size, f"must divide {domain_in_words}", f"{_advise_ranks(job, world_size)}{fix}")
+    both = f", and {domain_in_words}" if domain % ep_size else ""
+    return Fault(path, ep_size, f"{rule_of_expert_count(num_experts)}{both}", fix)
+
+
+def _find_fsdpturbo_faults(job: Job, world_size: int, num_experts: int) -> Iterator[Fault]:
+    sizes, ep_size, edp_shard_size = job.accelerator, expert_parallel_size(job), job.fsdp_config.edp_shard_size
+    dp_size = world_size // (sizes.pp_size * sizes.tp_size * sizes.cp_size)
     for name in ("tp_size", "pp_size"):
-        if (size := getattr(job.accelerator, name)) > 1:
+        if (size := getattr(sizes, name)) > 1:
             yield Fault(
                 f"accelerator.{name}",
                 size,
                 'must be 1 with dist_config.name "fsdpturbo", whose mesh (edp, efsdp, ep, expert_cp) has no such axis',
                 f"set accelerator.{name}: 1, or dist_config.name: fsdp2 with accelerator.ep_size",
             )
-    if dp_size % ep_size:
-        yield Fault(
+    if dp_size % ep_size or num_experts % ep_size:
+        yield _explain_expert_size(
+            job,
             "dist_config.ep_size",
-            ep_size,
-            f"must divide dp_size = world size / cp_size = {dp_size}",
-            f"use {nearest_divisors(ep_size, of=dp_size)}",
+            dp_size,
+            f"dp_size = world size / cp_size = {dp_size}",
+            world_size=world_size,
+            num_experts=num_experts,
         )
     elif edp_shard_size not in (1, dp_size // ep_size):
         yield Fault(
@@ -346,22 +415,15 @@ def _find_fsdpturbo_faults(job: Job, *, dp_size: int) -> Iterator[Fault]:
         )
 
 
-def _find_batch_faults(job: Job, *, dp_size: int) -> Iterator[Fault]:
+def _find_batch_faults(job: Job, world_size: int, *, dp_size: int) -> Iterator[Fault]:
     total, micro = job.training.global_batch_size, job.training.micro_batch_size
     if total % (micro * dp_size) == 0:
         return
     fix = f"use {nearest_multiples(total, of=micro * dp_size)}"
     if total % dp_size == 0:
         fix += f", or set training.micro_batch_size to {nearest_divisors(micro, of=total // dp_size)}"
-    ranks_per_replica = job.accelerator.tp_size * job.accelerator.cp_size * job.accelerator.pp_size
-    fitting = [size for size in range(1, dp_size) if total % (micro * size) == 0]
-    legal = [
-        size * ranks_per_replica
-        for size in fitting
-        if size * job.accelerator.cp_size % job.fsdp_config.dp_shard_size == 0
-    ]
-    if legal:
-        fix += f", or start {legal[-1]} ranks in all (on one machine: NGPU={legal[-1]} ./run_train.sh)"
+    if fewer := [size for size in _fitting_worlds(job) if size < world_size]:
+        fix += f", or start {fewer[-1]} ranks in all ({_on_one_machine(fewer[-1])})"
     yield Fault(
         "training.global_batch_size",
         total,

@@ -55,6 +55,26 @@ def read_launch_env(environ: Mapping[str, str] | None = None) -> LaunchEnv:
     return LaunchEnv(rank, local_rank, world_size, is_launched=True)
 
 
+def read_intended_ranks(environ: Mapping[str, str] | None = None) -> int | None:
+    """Ranks that a run started from here would have: a launcher's, or those of ``NGPU``; None where neither says so.
+
+    Args:
+        environ: What to read; ``None`` is this process's environment.
+
+    Raises:
+        ConfigError: As `read_launch_env`, or ``NGPU`` is no number of ranks.
+    """
+    environ = os.environ if environ is None else environ
+    faults: list[Fault] = []
+    launch = read_launch_env(environ)
+    if launch.is_launched or not environ.get("NGPU"):
+        return launch.world_size if launch.is_launched else None
+    count = _read_count(environ, "NGPU", faults, fix="write a number of ranks, or unset it")
+    if faults:
+        raise ConfigError(faults)
+    return count
+
+
 def set_launch_env(rank: int, world_size: int) -> None:
     """Say what torchrun would say to one of several ranks on this node, the rendezvous excepted."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
@@ -66,15 +86,23 @@ def set_env_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
-def _read_count(environ: Mapping[str, str], name: str, faults: list[Fault]) -> int:
-    return _read_int(environ, name, minimum=1, maximum=None, faults=faults)
+def _read_count(environ: Mapping[str, str], name: str, faults: list[Fault], *, fix: str = _LAUNCH_FIX) -> int:
+    return _read_int(environ, name, minimum=1, maximum=None, faults=faults, fix=fix)
 
 
 def _read_index(environ: Mapping[str, str], name: str, count: int, faults: list[Fault]) -> int:
     return _read_int(environ, name, minimum=0, maximum=count - 1, faults=faults)
 
 
-def _read_int(environ: Mapping[str, str], name: str, *, minimum: int, maximum: int | None, faults: list[Fault]) -> int:
+def _read_int(
+    environ: Mapping[str, str],
+    name: str,
+    *,
+    minimum: int,
+    maximum: int | None,
+    faults: list[Fault],
+    fix: str = _LAUNCH_FIX,
+) -> int:
     """Read one integer; a bad one becomes a fault and reads as the minimum, so that the rest is still checked."""
     text = environ.get(name)
     try:
@@ -83,6 +111,6 @@ def _read_int(environ: Mapping[str, str], name: str, *, minimum: int, maximum: i
         value = None
     if value is None or value < minimum or (maximum is not None and value > maximum):
         bound = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
-        faults.append(Fault(path=name, value=text, rule=f"must be an integer, {bound}", fix=_LAUNCH_FIX))
+        faults.append(Fault(path=name, value=text, rule=f"must be an integer, {bound}", fix=fix))
         return minimum
     return value

@@ -34,6 +34,10 @@ def warnings_of(*words: str, ranks: int = 8) -> list[str]:
     return [*find_job_warnings(job), *find_topology_warnings(job, Topology.resolve(job, ranks))]
 
 
+def start(ranks: str) -> str:
+    return f"start {ranks} ranks in all (on one machine: NGPU={ranks.split()[0]} ./run_train.sh)"
+
+
 def test_4_1_1_dp_shard_size_below_one() -> None:
     assert faults_of("fsdp_config.dp_shard_size=0") == [
         "fsdp_config.dp_shard_size = 0: must be at least 1; use 1 or more"
@@ -53,35 +57,36 @@ def test_4_1_3_negative_prefetch_depth(direction: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "size", "fix"),
+    ("key", "size", "ranks", "fix"),
     [
-        ("tp_size", 3, "start 6 or 9 ranks, or set accelerator.tp_size to 2 or 4"),
-        ("cp_size", 5, "start 5 or 10 ranks, or set accelerator.cp_size to 4 or 8"),
-        ("pp_size", 16, "start 16 ranks, or set accelerator.pp_size to 8"),
+        ("tp_size", 3, "6 or 12", "set accelerator.tp_size to 2 or 4"),
+        ("cp_size", 5, "5 or 10", "set accelerator.cp_size to 4 or 8"),
+        ("pp_size", 16, "16", "set accelerator.pp_size to 8"),
     ],
 )
-def test_4_1_4_world_that_tp_cp_pp_do_not_divide(key: str, size: int, fix: str) -> None:
+def test_4_1_4_world_that_tp_cp_pp_do_not_divide(key: str, size: int, ranks: str, fix: str) -> None:
     rule = f"accelerator.tp_size x accelerator.cp_size x accelerator.pp_size = {size} must divide the world size 8"
-    assert faults_of(f"accelerator.{key}={size}") == [f"accelerator.{key} = {size}: {rule}; {fix}"]
+    assert faults_of(f"accelerator.{key}={size}") == [f"accelerator.{key} = {size}: {rule}; {start(ranks)}, or {fix}"]
 
 
 def test_4_1_5_dp_cp_domain_that_dp_shard_size_does_not_divide() -> None:
     assert faults_of("accelerator.cp_size=2", "fsdp_config.dp_shard_size=3") == [
         "fsdp_config.dp_shard_size = 3: must divide the FSDP domain dp_size x cp_size = 4 x 2 = 8 (world size 8); "
-        "use 2 or 4"
+        f"{start('6 or 12')}, or use 2 or 4"
     ]
 
 
 def test_4_1_6_expert_domain_that_ep_size_does_not_divide() -> None:
     assert faults_of("accelerator={tp_size: 2, ep_size: 3}") == [
         "accelerator.ep_size = 3: must divide the expert domain dp_size x cp_size x tp_size = 8 (world size 8); "
-        "use 2 or 4"
+        f"{start('6 or 12')}, or use 2 or 4"
     ]
 
 
 def test_4_1_7_edp_size_that_edp_shard_size_does_not_divide() -> None:
     assert faults_of("accelerator.ep_size=2", "fsdp_config.edp_shard_size=3") == [
-        "fsdp_config.edp_shard_size = 3: must divide the expert-data-parallel domain 8 / ep_size 2 = 4; use 2 or 4"
+        "fsdp_config.edp_shard_size = 3: must divide the expert-data-parallel domain 8 / ep_size 2 = 4; "
+        f"{start('6 or 12')}, or use 2 or 4"
     ]
 
 

@@ -84,7 +84,8 @@ def test_ep_size_must_be_a_size() -> None:
 
 def test_ep_size_must_divide_the_data_parallel_ranks() -> None:
     assert faults_of(job_of(cp=2, ep=8), 8) == [
-        "dist_config.ep_size = 8: must divide dp_size = world size / cp_size = 4; use 4"
+        "dist_config.ep_size = 8: must divide dp_size = world size / cp_size = 4; "
+        "start 16 ranks in all (on one machine: NGPU=16 ./run_train.sh), or use 4"
     ]
 
 

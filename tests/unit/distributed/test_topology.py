@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtrain.config.load import read_job
-from torchtrain.distributed.topology import Topology, find_topology_faults, find_topology_warnings
+from torchtrain.distributed.topology import Topology, fewest_ranks, find_topology_faults, find_topology_warnings
 from torchtrain.errors import TopologyError
 
 
@@ -82,7 +83,7 @@ LEGAL = [
 # world, tp, cp, ep, pp, dp_shard, edp_shard -> the key at fault and part of what the user reads
 ILLEGAL = [
     # Rule 4: the world is no multiple of tp x cp x pp.
-    (1, 2, 1, 1, 1, 1, 1, "accelerator.tp_size", "world size 1; start 2 ranks, or set accelerator.tp_size to 1"),
+    (1, 2, 1, 1, 1, 1, 1, "accelerator.tp_size", "; start 2 ranks in all (on one machine: NGPU=2 "),
     (8, 3, 1, 1, 1, 1, 1, "accelerator.tp_size", "= 3 must divide the world size 8; start 6 or 9 ranks"),
     (8, 1, 3, 1, 1, 1, 1, "accelerator.cp_size", "set accelerator.cp_size to 2 or 4"),
     (8, 1, 1, 1, 3, 1, 1, "accelerator.pp_size", "set accelerator.pp_size to 2 or 4"),
@@ -91,24 +92,24 @@ ILLEGAL = [
     (4095, 2, 1, 1, 1, 1, 1, "accelerator.tp_size", "must divide the world size 4095"),
     (4096, 8, 4, 1, 3, 1, 1, "accelerator.pp_size", "set accelerator.pp_size to 2 or 4"),
     # Rule 5: the dp x cp domain is no multiple of dp_shard_size.
-    (1, 1, 1, 1, 1, 2, 1, "fsdp_config.dp_shard_size", "dp_size x cp_size = 1 x 1 = 1 (world size 1); use 1"),
-    (8, 1, 1, 1, 1, 3, 1, "fsdp_config.dp_shard_size", "dp_size x cp_size = 8 x 1 = 8 (world size 8); use 2 or 4"),
+    (1, 1, 1, 1, 1, 2, 1, "fsdp_config.dp_shard_size", "1 x 1 = 1 (world size 1); start 2 ranks"),
+    (8, 1, 1, 1, 1, 3, 1, "fsdp_config.dp_shard_size", "= 8 x 1 = 8 (world size 8); start 6 or 9 ranks"),
     (8, 1, 1, 1, 1, 16, 1, "fsdp_config.dp_shard_size", "use 8"),
     (8, 2, 1, 1, 1, 8, 1, "fsdp_config.dp_shard_size", "use 4"),
-    (8, 1, 2, 1, 2, 8, 1, "fsdp_config.dp_shard_size", "= 2 x 2 = 4 (world size 8); use 4"),
-    (12, 1, 3, 1, 1, 5, 1, "fsdp_config.dp_shard_size", "= 4 x 3 = 12 (world size 12); use 4 or 6"),
+    (8, 1, 2, 1, 2, 8, 1, "fsdp_config.dp_shard_size", "), or use 4"),
+    (12, 1, 3, 1, 1, 5, 1, "fsdp_config.dp_shard_size", "= 4 x 3 = 12 (world size 12); start 15 ranks in all"),
     (4096, 8, 1, 1, 1, 1024, 1, "fsdp_config.dp_shard_size", "use 512"),
     # Rule 6: the expert domain is no multiple of ep_size.
     (4, 1, 1, 3, 1, 1, 1, "accelerator.ep_size", "must divide the expert domain dp_size x cp_size x tp_size = 4"),
     (4, 1, 1, 8, 1, 1, 1, "accelerator.ep_size", "use 4"),
-    (8, 1, 1, 8, 2, 1, 1, "accelerator.ep_size", "= 4 (world size 8); use 4"),
+    (8, 1, 1, 8, 2, 1, 1, "accelerator.ep_size", "= 4 (world size 8); start 16 ranks in all"),
     (12, 2, 1, 8, 1, 1, 1, "accelerator.ep_size", "use 6 or 12"),
     (4096, 1, 1, 24, 1, 1, 1, "accelerator.ep_size", "use 16 or 32"),
     # Rule 7: edp is no multiple of edp_shard_size.
-    (8, 1, 1, 2, 1, 1, 3, "fsdp_config.edp_shard_size", "domain 8 / ep_size 2 = 4; use 2 or 4"),
-    (8, 1, 1, 8, 1, 1, 2, "fsdp_config.edp_shard_size", "domain 8 / ep_size 8 = 1; use 1"),
-    (16, 2, 1, 2, 2, 1, 8, "fsdp_config.edp_shard_size", "domain 8 / ep_size 2 = 4; use 4"),
-    (4, 1, 1, 1, 1, 1, 3, "fsdp_config.edp_shard_size", "domain 4 / ep_size 1 = 4; use 2 or 4"),
+    (8, 1, 1, 2, 1, 1, 3, "fsdp_config.edp_shard_size", "domain 8 / ep_size 2 = 4; start 6 or 12 ranks in all"),
+    (8, 1, 1, 8, 1, 1, 2, "fsdp_config.edp_shard_size", "domain 8 / ep_size 8 = 1; start 16 ranks in all"),
+    (16, 2, 1, 2, 2, 1, 8, "fsdp_config.edp_shard_size", "domain 8 / ep_size 2 = 4; start 32 ranks in all"),
+    (4, 1, 1, 1, 1, 1, 3, "fsdp_config.edp_shard_size", "domain 4 / ep_size 1 = 4; start 3 or 6 ranks in all"),
     # Sizes that are wrong by themselves.
     (8, 0, 1, 1, 1, 1, 1, "accelerator.tp_size", "must be at least 1"),
     (8, 1, 1, 1, 1, 0, 1, "fsdp_config.dp_shard_size", "must be at least 1"),
@@ -257,6 +258,58 @@ def test_a_prefetch_depth_without_an_fsdp_domain_is_warned_about(name):
     (warning,) = find_topology_warnings(job, Topology.resolve(job, 1))
     assert warning == f"fsdp_config.{name} = 2 has no effect: it needs more than one data-parallel rank"
     assert find_topology_warnings(job, Topology.resolve(job, 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch", "ranks"),
+    [
+        ({}, 16, 1),
+        ({"tp": 2, "shard": 2}, 16, 4),
+        ({"ep": 4, "shard": 4}, 16, 4),
+        ({"tp": 4, "ep": 8, "edp_shard": 2}, 16, 16),
+        ({"cp": 2, "shard": 6}, 12, 6),
+        ({"pp": 2, "shard": 2}, 16, 4),
+        ({"tp": 2}, 3, 2),
+        ({"shard": 3}, 16, 3),  # no world fits this batch; the sizes alone do
+        ({"tp": 0}, 16, 1),
+        ({"tp": 10**20}, 16, 1),
+    ],
+    ids=str,
+)
+def test_the_fewest_ranks_are_those_of_all_sizes_together(sizes, batch, ranks):
+    job = job_of(**sizes, batch=batch)
+    assert fewest_ranks(job) == ranks
+    paths = {fault.path for fault in find_topology_faults(job, ranks)}
+    assert paths <= {"training.global_batch_size", "accelerator.tp_size"} if ranks in (1, 3) else not paths
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.tuples(*[st.sampled_from([1, 2, 3, 4])] * 5), st.integers(1, 12))
+def test_a_number_of_ranks_that_is_advised_is_not_refused_next(sizes, world):
+    tp, cp, pp, shard, ep = sizes
+    job = job_of(tp=tp, cp=cp, pp=pp, shard=shard, ep=ep, batch=144)
+    for fault in find_topology_faults(job, world):
+        advised = re.search(r"NGPU=(\d+)", fault.fix)
+        assert advised is None or find_topology_faults(job, int(advised[1])) == []
+
+
+@pytest.mark.parametrize(
+    ("ep", "num_experts", "said"),
+    [
+        (3, 8, "must divide num_experts = 8, of which every rank gets as many; use 2"),
+        (
+            4,
+            8,
+            "must divide the expert domain dp_size x cp_size x tp_size = 6 (world size 6); start 4 or 8 ranks in all",
+        ),
+        (5, 8, "every rank gets as many, and the expert domain dp_size x cp_size x tp_size = 6 (world size 6); use 2"),
+        (4, 0, "or use 3 or 6"),
+    ],
+)
+def test_an_expert_size_that_suits_the_world_suits_the_model_too(ep, num_experts, said):
+    faults = find_topology_faults(job_of(ep=ep, batch=48), 6, num_experts=num_experts)
+    assert [fault.path for fault in faults] == ["accelerator.ep_size"]
+    assert said in str(faults[0])
 
 
 def test_nobody_is_told_to_start_more_ranks_than_there_are():

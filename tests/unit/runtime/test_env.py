@@ -1,7 +1,7 @@
 import pytest
 
 from torchtrain.errors import ConfigError
-from torchtrain.runtime.env import LaunchEnv, read_launch_env
+from torchtrain.runtime.env import LaunchEnv, read_intended_ranks, read_launch_env
 
 TORCHRUN = {
     "RANK": "5",
@@ -15,6 +15,14 @@ TORCHRUN = {
 
 def test_without_a_launcher_there_is_one_rank():
     assert read_launch_env({}) == LaunchEnv(0, 0, 1, is_launched=False)
+
+
+def test_intended_ranks_are_a_launchers_or_those_of_the_script():
+    assert read_intended_ranks({}) is None
+    assert read_intended_ranks({"NGPU": "4"}) == 4
+    assert read_intended_ranks({**TORCHRUN, "NGPU": "4"}) == 8
+    with pytest.raises(ConfigError, match="NGPU = 'four'"):
+        read_intended_ranks({"NGPU": "four"})
 
 
 def test_torchrun_variables_are_read():
