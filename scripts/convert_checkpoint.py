@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +25,17 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from models.registry import load_spec, resolve_architecture
 from torchtrain.checkpoint import layout
-from torchtrain.checkpoint.hf_export import Share, SideFiles, export_weights, find_target_faults, find_tokenizer_files
-from torchtrain.checkpoint.hf_folder import SliceReader, config_file_of, open_folder, read_config
+from torchtrain.checkpoint.hf_export import Share, export_weights, find_target_faults
+from torchtrain.checkpoint.hf_folder import SliceReader, open_folder
 from torchtrain.checkpoint.hf_import import ModelNames, load_weights, plan_folder_import, read_model_names
+from torchtrain.checkpoint.hf_side_files import resolve_side_files
 from torchtrain.checkpoint.safe_reader import SafeFileSystemReader, read_metadata
 from torchtrain.checkpoint.training_state import MAIN_PREFIX
+from torchtrain.config.data import TokenizerConfig
 from torchtrain.config.load import load_job
-from torchtrain.errors import CheckpointError, ConfigError, Fault, TorchtrainError
-from torchtrain.hugging_face.model_config import compare_config, find_export_faults, write_config
+from torchtrain.data.tokenizer import Tokenizer, build_tokenizer
+from torchtrain.errors import CheckpointError, ConfigError, DataError, Fault, TorchtrainError
+from torchtrain.hugging_face.model_config import compare_config, find_export_faults
 from torchtrain.hugging_face.weight_map import whole_box
 from torchtrain.model_spec import ModelSpec
 
@@ -46,9 +50,10 @@ class JobModel:
 
     spec: ModelSpec
     architecture: Any
+    preset: str
     overrides: Mapping[str, Any]
     hf_path: Path | None
-    tokenizer_path: Path | None
+    tokenizer: TokenizerConfig
     names: ModelNames
 
 
@@ -103,9 +108,10 @@ def read_job_model(path: Path) -> JobModel:
     return JobModel(
         spec,
         architecture,
+        job.model.preset,
         job.model.overrides,
         None if job.model.hf_path is None else Path(job.model.hf_path),
-        None if job.tokenizer.path is None else Path(job.tokenizer.path),
+        job.tokenizer,
         names,
     )
 
@@ -120,23 +126,23 @@ def convert_to_hf(
         raise ConfigError(faults)
     source = CheckpointWeights(checkpoint, model.names, prefers_mains=dtype == "float32")
     first = next(iter(source.shares.values()))
-    config_source = None
-    if model.hf_path is not None and config_file_of(model.hf_path).is_file():
-        config_source = read_config(model.hf_path)
-    config = write_config(
+    side_files = resolve_side_files(
         model.architecture,
         model.spec.hugging_face.config,
         dtype=dtype or str(first.dtype).removeprefix("torch."),
-        source=config_source,
+        hf_path=model.hf_path,
+        tokenizer=_tokenizer_if_there(model.tokenizer),
+        tokenizer_path=None if model.tokenizer.path is None else Path(model.tokenizer.path),
     )
-    export_weights(
+    said = export_weights(
         source,
         target,
         model.spec.hugging_face.weights,
-        SideFiles(config, find_tokenizer_files(model.hf_path, model.tokenizer_path)),
+        side_files,
         dtype=None if dtype is None else DTYPES[dtype],
         max_file_bytes=None if max_file_gb is None else int(max_file_gb * _GIB),
     )
+    print(f"{target}: {said}")
 
 
 def convert_from_hf(folder: Path, target: Path, model: JobModel, *, dtype: str | None) -> None:
@@ -145,7 +151,13 @@ def convert_from_hf(folder: Path, target: Path, model: JobModel, *, dtype: str |
     where = str(opened.config_file)
     config_format = model.spec.hugging_face.config
     comparison = compare_config(
-        opened.config, model.architecture, config_format, overridden=model.overrides, where=where
+        opened.config,
+        model.architecture,
+        config_format,
+        overridden=model.overrides,
+        where=where,
+        preset=model.preset,
+        presets=model.spec.presets,
     )
     if comparison.faults:
         raise ConfigError(comparison.faults)
@@ -157,7 +169,8 @@ def convert_from_hf(folder: Path, target: Path, model: JobModel, *, dtype: str |
     tensors |= {f"{_WEIGHT_PREFIX}{fqn}": module.get_buffer(fqn) for fqn in model.names.buffers}
     partial = layout.partial_path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    layout.clear_leftovers(target.parent)
+    # Only what an earlier attempt at this one left: a job may be saving others beside it.
+    layout.clear_leftovers_of(target)
     dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=True)
     step = layout.step_of(target)
     record = {
@@ -184,19 +197,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-file-gb", type=float, help="GiB after which another file begins; default: one file")
     arguments = parser.parse_args(argv)
     try:
-        if arguments.direction == "to-hf":
-            model = read_job_model(arguments.job or arguments.source.resolve().parents[1] / "job.yaml")
-            convert_to_hf(
-                arguments.source, arguments.target, model, dtype=arguments.dtype, max_file_gb=arguments.max_file_gb
-            )
-        else:
-            convert_from_hf(
-                arguments.source, _checkpoint_name(arguments.target), _named_job(arguments.job), dtype=arguments.dtype
-            )
+        with warnings.catch_warnings():
+            # One process is all that there is to be.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            _convert(arguments)
     except TorchtrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    source, target, dtype = arguments.source, arguments.target, arguments.dtype
+    if arguments.direction == "to-hf":
+        model = read_job_model(arguments.job or _job_beside(source))
+        convert_to_hf(source, target, model, dtype=dtype, max_file_gb=arguments.max_file_gb)
+    else:
+        convert_from_hf(source, _checkpoint_name(target), _named_job(arguments.job), dtype=dtype)
+
+
+def _job_beside(checkpoint: Path) -> Path:
+    if not checkpoint.is_dir():
+        rule, fix = (
+            "must be a checkpoint of a run: there is no such folder",
+            "name one as OUTPUT_DIR/checkpoints/step_N",
+        )
+        raise ConfigError([Fault("source", str(checkpoint), rule, fix)])
+    job = checkpoint.resolve().parent.parent / "job.yaml"
+    if not job.is_file():
+        rule = f"must lie in the output folder of its run, which keeps its job in {job}: there is no such file"
+        raise ConfigError([Fault("source", str(checkpoint), rule, "give --job JOB.yaml")])
+    return job
+
+
+def _tokenizer_if_there(config: TokenizerConfig) -> Tokenizer | None:
+    # A checkpoint may be converted where the run's data and tokenizer are not; what then lacks is warned of.
+    try:
+        return build_tokenizer(config)
+    except DataError:
+        return None
 
 
 def _named_job(path: Path | None) -> JobModel:

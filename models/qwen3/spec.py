@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from models.qwen3.architecture import PRESETS
 from models.qwen3.hugging_face import HUGGING_FACE
 from models.qwen3.model import build_qwen3, flops_per_token, init_rule
 from models.qwen3.parallelize import parallelize_qwen3
@@ -14,4 +15,5 @@ SPEC = ModelSpec(
     init_rule=init_rule,
     flops_per_token=flops_per_token,
     hugging_face=HUGGING_FACE,
+    presets=PRESETS,
 )

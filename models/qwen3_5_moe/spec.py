@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from models.qwen3_5_moe.architecture import PRESETS
 from models.qwen3_5_moe.hugging_face import HUGGING_FACE
 from models.qwen3_5_moe.model import build_qwen3_5_moe, flops_per_token, init_rule
 from models.qwen3_5_moe.parallelize import parallelize_qwen3_5_moe
@@ -14,4 +15,5 @@ SPEC = ModelSpec(
     init_rule=init_rule,
     flops_per_token=flops_per_token,
     hugging_face=HUGGING_FACE,
+    presets=PRESETS,
 )

@@ -1,5 +1,6 @@
 """Hold a family against its oracles: logits, loss and every gradient, on one device or on ranks.
 
+    pip install -e '.[test]'
     python scripts/parity/llama.py [--hf FOLDER] [--topology fsdp2,tp2,fsdp2xtp2] [--dtype float32|bfloat16]
 
 One file per family stands beside this one and names a small model. Without ``--hf`` Hugging Face draws its weights and
@@ -34,8 +35,6 @@ from replay import replay_here, replay_in_hugging_face
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from models.reference.build import build_reference
 from models.reference.moe import ReferenceMoE
@@ -47,6 +46,7 @@ from torchtrain.distributed.meshes import build_meshes
 from torchtrain.distributed.tensor_parallel.partial_gradients import sum_partial_gradients
 from torchtrain.errors import ConfigError, Fault, TorchtrainError
 from torchtrain.hugging_face.model_config import read_overrides
+from torchtrain.runtime.extras import imports_of_extra
 from torchtrain.tasks.pretrain import PretrainTask
 from torchtrain.testing.compare import relative_error
 from torchtrain.testing.oracles import (
@@ -77,6 +77,10 @@ from torchtrain.trainer.losses_by_source import LossSums
 from torchtrain.trainer.precision import ComputePrecision
 from torchtrain.trainer.preflight import refuse_foreign_weights
 from torchtrain.trainer.run import Run, build_model
+
+with imports_of_extra("test", alternative="./run_tests.sh"):
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
 SEQUENCES, TOKENS = 8, 16
 ONE_DEVICE = "one device"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -45,24 +46,39 @@ def test_a_run_starts_from_what_another_exported_and_alike_from_a_checkpoint_mad
 
 
 def test_offline_conversion_gives_what_the_run_exported_and_goes_back_bit_for_bit(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     exported = finished / "run" / "hugging_face"
     checkpoint = finished / "run" / "checkpoints" / "step_00000008"
     assert convert(["to-hf", str(checkpoint), str(tmp_path / "hf")]) == 0
-    first, second = stored_tensors(exported), stored_tensors(tmp_path / "hf")
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert re.fullmatch(rf"{tmp_path / 'hf'}: 21 tensors, 0\.\d MiB in 1 file\(s\) for .*\n", capsys.readouterr().out)
+    first, second = ({file.name: file.read_bytes() for file in at.iterdir()} for at in (exported, tmp_path / "hf"))
+    assert first == second
+    assert json.loads(first["config.json"])["eos_token_id"] == 257
+    first = stored_tensors(exported)
     back = tmp_path / "run" / "checkpoints" / "step_00000000"
     job = finished / "run" / "job.yaml"
+    being_saved = back.with_name("step_00000007.partial")
+    being_saved.mkdir(parents=True)
     assert convert(["from-hf", str(tmp_path / "hf"), str(back), "--job", str(job)]) == 0
     assert layout.find_damage(back) is None
+    assert being_saved.is_dir()
     shutil.copy(job, tmp_path / "run" / "job.yaml")
     assert convert(["to-hf", str(back), str(tmp_path / "again"), "--dtype", "bfloat16", "--max-file-gb", "1e-5"]) == 0
     again = stored_tensors(tmp_path / "again")
     assert all(torch.equal(again[name], first[name].bfloat16()) for name in first)
     assert convert(["from-hf", str(tmp_path / "hf"), str(tmp_path / "model"), "--job", str(job)]) == 2
     assert "must be named as a checkpoint is" in capsys.readouterr().err
+    assert not [warning for warning in recwarn if "torch.distributed is disabled" in str(warning.message)]
+
+
+def test_a_checkpoint_to_convert_is_named_as_the_user_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lost, jobless = tmp_path / "nosuch", tmp_path / "mine" / "step_00000000"
+    jobless.mkdir(parents=True)
+    assert convert(["to-hf", str(lost), str(tmp_path / "hf")]) == 2
+    assert f"source = '{lost}': must be a checkpoint of a run: there is no such folder" in capsys.readouterr().err
+    assert convert(["to-hf", str(jobless), str(tmp_path / "hf")]) == 2
+    assert f"keeps its job in {tmp_path / 'job.yaml'}: there is no such file; give --job" in capsys.readouterr().err
 
 
 def test_a_resumed_run_needs_no_weights_but_those_of_its_checkpoint(finished: Path, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from torchtrain.checkpoint import layout
 from torchtrain.checkpoint.hf_files import BoxWriter, FilesPlan, create_files, plan_files
-from torchtrain.checkpoint.hf_folder import CONFIG_FILE, INDEX_FILE, config_file_of
+from torchtrain.checkpoint.hf_folder import CONFIG_FILE, INDEX_FILE
+from torchtrain.checkpoint.hf_side_files import SIDE_FILES, SideFiles
 from torchtrain.distributed.materialize import local_view
 from torchtrain.errors import Fault, SaveError
 from torchtrain.hugging_face.weight_map import Box, Piece, Shape, WeightMap, intersect
@@ -30,17 +31,6 @@ from torchtrain.runtime.logging import get_logger
 
 logger = get_logger(__name__)
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
@@ -91,32 +81,6 @@ class LiveWeights:
         return self._local[fqn]
 
 
-@dataclass(frozen=True)
-class SideFiles:
-    """What lies beside the weights."""
-
-    config: Mapping[str, Any]
-    """Content of ``config.json``."""
-    copies: Mapping[str, Path]
-    """Other files, by their name there."""
-
-
-def find_tokenizer_files(source: Path | None, tokenizer: Path | None) -> dict[str, Path]:
-    """Find what to copy beside exported weights: what the weights came with, else the job's own tokenizer.
-
-    Args:
-        source: Folder, or file in the folder, that the weights came from.
-        tokenizer: ``tokenizer.path``.
-    """
-    folder = None if source is None else config_file_of(source).parent
-    found = {name: folder / name for name in TOKENIZER_FILES if folder and (folder / name).is_file()}
-    if tokenizer is not None and tokenizer.is_file():
-        # The names that Hugging Face looks for, whatever the file is called.
-        name = "tokenizer.model" if tokenizer.suffix == ".model" else "tokenizer.json"
-        found.setdefault(name, tokenizer)
-    return found
-
-
 def find_target_faults(folder: Path, key: str) -> Iterator[Fault]:
     """Say why an export may not take a folder's place: it holds what no export writes.
 
@@ -126,7 +90,7 @@ def find_target_faults(folder: Path, key: str) -> Iterator[Fault]:
     """
     if not folder.exists():
         return
-    known = {CONFIG_FILE, INDEX_FILE, *TOKENIZER_FILES}
+    known = {CONFIG_FILE, INDEX_FILE, *SIDE_FILES}
     held = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else [folder.name]
     foreign = [name for name in held if name not in known and not _WEIGHT_FILE.fullmatch(name)]
     if foreign:
@@ -142,7 +106,7 @@ def export_weights(
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int | None = None,
-) -> None:
+) -> str:
     """Write a checkpoint that Hugging Face reads; it appears whole, in place of an export that was there.
 
     Args:
@@ -152,6 +116,9 @@ def export_weights(
         side_files: Written by rank 0.
         dtype: On disk; None keeps each parameter's.
         max_file_bytes: Size at which another file begins; None writes one.
+
+    Returns:
+        What was written, in a line.
 
     Raises:
         SaveError: On some rank the disk refused, or values do not fit the dtype; or the folder holds anything else
@@ -175,10 +142,9 @@ def export_weights(
     _agree(lambda: _write_share(source, mine, wholes, pieces, partial, plan), folder)
     _agree(lambda: _finish(folder, side_files) if rank == 0 else None, folder)
     total = sum(place.num_bytes for place in plan.places.values())
-    logger.info(
-        f"{folder}: {len(plan.places)} tensors, {total / 2**20:.1f} MiB in {len(plan.sizes)} file(s) for Hugging Face, "
-        f"written in {time.perf_counter() - started:.1f} s"
-    )
+    said = f"{len(plan.places)} tensors, {total / 2**20:.1f} MiB in {len(plan.sizes)} file(s) for Hugging Face"
+    logger.info(f"{folder}: {said}, written in {time.perf_counter() - started:.1f} s")
+    return said
 
 
 def choose_writers(shares: Sequence[Mapping[str, Share]]) -> list[list[str]]:
@@ -213,16 +179,11 @@ def _pieces(wholes: Mapping[str, tuple[Shape, torch.dtype]], weight_map: WeightM
 
 
 def _begin(folder: Path, plan: FilesPlan) -> None:
-    partial, replaced = layout.partial_path(folder), layout.replaced_path(folder)
-    for place in (folder, partial, replaced):
+    partial = layout.partial_path(folder)
+    for place in (folder, partial, layout.replaced_path(folder)):
         for fault in find_target_faults(place, "the folder"):
             raise SaveError(str(fault))
-    # What a killed export left; where it had set an earlier one aside, that comes back.
-    if replaced.exists() and not folder.exists():
-        replaced.rename(folder)
-    for leftover in (partial, replaced):
-        if leftover.exists():
-            shutil.rmtree(leftover)
+    layout.clear_leftovers_of(folder)
     create_files(partial, plan)
 
 
@@ -260,6 +221,8 @@ def _finish(folder: Path, side_files: SideFiles) -> None:
     layout.write_durably(partial / CONFIG_FILE, json.dumps(side_files.config, indent=2) + "\n")
     for name, file in side_files.copies.items():
         shutil.copyfile(file, partial / name)
+    for name, text in side_files.texts.items():
+        layout.write_durably(partial / name, text)
     layout.publish(folder)
 
 

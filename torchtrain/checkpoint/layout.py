@@ -57,12 +57,20 @@ def give_back_replaced(folder: Path) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what a killed writer left, after giving back what it had set aside."""
-    give_back_replaced(folder)
-    for replaced in folder.glob(f"step_*{_REPLACED_SUFFIX}"):
-        shutil.rmtree(replaced)
-    for partial in folder.glob(f"step_*{_PARTIAL_SUFFIX}"):
-        shutil.rmtree(partial)
+    """Remove what a killed writer left, after giving back what it had set aside; for the folder's one writer."""
+    for suffix in (_REPLACED_SUFFIX, _PARTIAL_SUFFIX):
+        for leftover in folder.glob(f"step_*{suffix}"):
+            clear_leftovers_of(leftover.with_name(leftover.name.removesuffix(suffix)))
+
+
+def clear_leftovers_of(path: Path) -> None:
+    """Remove what a killed writer of one checkpoint left, and nothing of those being written beside it."""
+    replaced = replaced_path(path)
+    if replaced.exists() and not path.exists():
+        replaced.rename(path)
+    for leftover in (replaced, partial_path(path)):
+        if leftover.exists():
+            shutil.rmtree(leftover)
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -30,6 +30,9 @@ class Tokenizer(Protocol):
     """One more than the largest id it can give."""
     bos_id: int | None
     eos_id: int | None
+    bos_token: str | None
+    """What its file calls BOS."""
+    eos_token: str | None
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without BOS and EOS."""
@@ -52,6 +55,8 @@ class BytesTokenizer:
     vocab_size = 258
     bos_id: int | None = 256
     eos_id: int | None = 257
+    bos_token: str | None = None
+    eos_token: str | None = None
 
     def encode(self, text: str) -> list[int]:
         """Return the UTF-8 bytes."""
@@ -82,6 +87,8 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.vocab_size()
         self.bos_id = _id_or_none(self._processor.bos_id())
         self.eos_id = _id_or_none(self._processor.eos_id())
+        self.bos_token = None if self.bos_id is None else self._processor.id_to_piece(self.bos_id)
+        self.eos_token = None if self.eos_id is None else self._processor.id_to_piece(self.eos_id)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
@@ -111,6 +118,8 @@ class JsonTokenizer:
         special = _read_special_tokens(path.with_name("tokenizer_config.json"))
         self.bos_id = self._find_id(special["bos_token"] or _BOS_TOKENS)
         self.eos_id = self._find_id(special["eos_token"] or _EOS_TOKENS)
+        self.bos_token = None if self.bos_id is None else self._library.id_to_token(self.bos_id)
+        self.eos_token = None if self.eos_id is None else self._library.id_to_token(self.eos_id)
         self.fingerprint = _fingerprint(content)
         # Not the number of tokens: ids may have holes.
         self.vocab_size: int = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -12,6 +12,9 @@ from typing import Any
 from torchtrain.errors import Fault
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_OVERRIDES = "model.overrides."
+_MANY = 3
+"""Fields that differ, from which on another preset is more likely meant than overrides."""
 _OF_THE_WEIGHTS = ("tie_word_embeddings", "quantization_config")
 _ROPE_FIELDS = ("partial_rotary_factor", "mrope_section")
 """What families that have them keep among the rotary settings, and what is no scaling."""
@@ -64,6 +67,8 @@ def compare_config(
     *,
     overridden: Collection[str],
     where: str,
+    preset: str | None = None,
+    presets: Mapping[str, Any] | None = None,
 ) -> ConfigComparison:
     """List every difference between a ``config.json`` and the architecture of a job, by field.
 
@@ -73,6 +78,8 @@ def compare_config(
         config_format: The family's.
         overridden: Fields that the job's ``model.overrides`` names.
         where: The file, for messages.
+        preset: ``model.preset`` of the job.
+        presets: The family's: one that fits is named first, and that none does where much differs.
     """
     config = text_side(config, config_format)
     model_type = config.get("model_type")
@@ -97,8 +104,28 @@ def compare_config(
         else:
             rule = f"must be {there}, as in {where}"
             fix = f"set model.overrides.{name} to {there}, or to {here} if the difference is meant"
-            faults.append(Fault(f"model.overrides.{name}", here, rule, fix))
+            faults.append(Fault(f"{_OVERRIDES}{name}", here, rule, fix))
+    sizes = [fault for fault in faults if fault.path.startswith(_OVERRIDES)]
+    if sizes and presets:
+        fitting = [
+            name
+            for name, candidate in presets.items()
+            if name != preset and not _differs(config, candidate, config_format, overridden)
+        ]
+        if fitting or len(sizes) >= _MANY:
+            rule = f"must be of the weights' sizes: {len(sizes)} differ from {where}"
+            fix = "no preset has them: set each as below"
+            if fitting:
+                fix = f"set model.preset: {' or '.join(fitting)}, which has them all; then nothing of model.overrides"
+            faults.insert(0, Fault("model.preset", preset, rule, fix))
     return ConfigComparison(tuple(faults), tuple(notes))
+
+
+def _differs(
+    config: Mapping[str, Any], candidate: Any, config_format: ConfigFormat, overridden: Collection[str]
+) -> bool:
+    comparison = compare_config(config, candidate, config_format, overridden=overridden, where="")
+    return any(fault.path.startswith(_OVERRIDES) for fault in comparison.faults)
 
 
 def text_side(config: Mapping[str, Any], config_format: ConfigFormat) -> Mapping[str, Any]:

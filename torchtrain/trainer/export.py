@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchtrain.checkpoint.hf_export import LiveWeights, SideFiles, export_weights, find_tokenizer_files
-from torchtrain.checkpoint.hf_folder import config_file_of, read_config
+from torchtrain.checkpoint.hf_export import LiveWeights, export_weights
+from torchtrain.checkpoint.hf_side_files import resolve_side_files
 from torchtrain.data.tokenizer import Tokenizer
 from torchtrain.distributed.fsdp2.precision import DTYPES
-from torchtrain.hugging_face.model_config import write_config
 from torchtrain.optim.main_params import MainParamOptimizer
 from torchtrain.trainer.run import Run
 
@@ -42,11 +39,13 @@ def export_model(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, t
     hf_path = None if run.job.model.hf_path is None else Path(run.job.model.hf_path)
     tokenizer_path = None if run.job.tokenizer.path is None else Path(run.job.tokenizer.path)
     hugging_face = run.spec.hugging_face
-    side_files = SideFiles(
-        config=write_config(
-            run.architecture, hugging_face.config, dtype=dtype_name, source=_token_ids(hf_path, tokenizer)
-        ),
-        copies=find_tokenizer_files(hf_path, tokenizer_path),
+    side_files = resolve_side_files(
+        run.architecture,
+        hugging_face.config,
+        dtype=dtype_name,
+        hf_path=hf_path,
+        tokenizer=tokenizer,
+        tokenizer_path=tokenizer_path,
     )
     max_file_gb = config.export_max_file_gb
     export_weights(
@@ -57,10 +56,3 @@ def export_model(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, t
         dtype=dtype,
         max_file_bytes=None if max_file_gb is None else int(max_file_gb * _GIB),
     )
-
-
-def _token_ids(hf_path: Path | None, tokenizer: Tokenizer) -> Mapping[str, Any]:
-    # A resumed run does without the folder that its weights once came from.
-    if hf_path is not None and config_file_of(hf_path).is_file():
-        return read_config(hf_path)
-    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}

@@ -109,6 +109,8 @@ def _compare(path: Path, job: Job, spec: ModelSpec, architecture: Any) -> Config
         spec.hugging_face.config,
         overridden=job.model.overrides,
         where=str(config_file_of(path)),
+        preset=job.model.preset,
+        presets=spec.presets,
     )
 
 

@@ -8,13 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from torchtrain.checkpoint.hf_export import (
-    LiveWeights,
-    SideFiles,
-    export_weights,
-    find_target_faults,
-    find_tokenizer_files,
-)
+from torchtrain.checkpoint.hf_export import LiveWeights, export_weights, find_target_faults
+from torchtrain.checkpoint.hf_side_files import SideFiles
 from torchtrain.errors import SaveError
 from torchtrain.hugging_face.weight_map import Renamed, WeightMap
 
@@ -70,10 +65,3 @@ def test_values_beyond_float16_are_refused_and_leave_the_earlier_export(tmp_path
     assert stored_value(tmp_path / "hf") == 1.0
     export(tmp_path / "hf", 6e4, torch.float16)
     assert stored_value(tmp_path / "hf") == 6e4
-
-
-def test_a_tokenizer_of_any_name_is_copied_under_the_one_that_is_looked_for(tmp_path: Path) -> None:
-    for name in ("our_bpe.json", "spm.model"):
-        (tmp_path / name).write_text("{}")
-    assert find_tokenizer_files(None, tmp_path / "our_bpe.json").keys() == {"tokenizer.json"}
-    assert find_tokenizer_files(None, tmp_path / "spm.model").keys() == {"tokenizer.model"}

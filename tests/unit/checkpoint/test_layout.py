@@ -81,6 +81,16 @@ def test_leftovers_go_and_an_interrupted_replacement_is_undone(tmp_path):
     assert layout.find_damage(path) is None
 
 
+def test_leftovers_of_one_checkpoint_go_and_those_of_its_neighbours_stay(tmp_path):
+    path = make_checkpoint(tmp_path, 5)
+    path.rename(tmp_path / "step_00000005.replaced")
+    for name in ("step_00000005.partial", "step_00000006.partial", "step_00000007.replaced"):
+        (tmp_path / name).mkdir()
+    layout.clear_leftovers_of(path)
+    assert names(tmp_path) == ["step_00000005", "step_00000006.partial", "step_00000007.replaced"]
+    assert layout.find_damage(path) is None
+
+
 def test_a_run_that_starts_anew_neither_resumes_nor_prunes_what_an_earlier_one_left(tmp_path):
     for step in (4, 8):
         make_checkpoint(tmp_path, step)

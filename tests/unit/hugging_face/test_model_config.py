@@ -74,6 +74,39 @@ def test_every_difference_is_listed_by_field_with_what_to_set():
     assert "set model.overrides.num_hidden_layers to 4" in str(comparison.faults[2])
 
 
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({}, "set model.preset: 0.6b, which has them all"),
+        ({"vocab_size": 9}, "no preset has them: set each as below"),
+    ],
+)
+def test_where_much_differs_the_preset_comes_first_and_the_one_that_fits_is_named(changes, hint):
+    presets = load_spec("qwen3").presets
+    config = write_config(replace(presets["0.6b"], **changes), format_of("qwen3"), dtype="float32")
+    comparison = compare_config(
+        config,
+        replace(presets["debug"], rms_norm_eps=1.0),
+        format_of("qwen3"),
+        overridden=("rms_norm_eps",),
+        where="config.json",
+        preset="debug",
+        presets=presets,
+    )
+    first, *others = comparison.faults
+    assert str(first).startswith(f"model.preset = 'debug': must be of the weights' sizes: {len(others)} differ from")
+    assert hint in first.fix
+    assert all(fault.path.startswith("model.overrides.") for fault in others)
+
+
+def test_where_little_differs_and_no_preset_fits_nothing_is_said_of_presets():
+    presets = load_spec("qwen3").presets
+    config = write_config(replace(presets["debug"], num_hidden_layers=7), format_of("qwen3"), dtype="float32")
+    words = {"overridden": (), "where": "config.json", "preset": "debug", "presets": presets}
+    (fault,) = compare_config(config, presets["debug"], format_of("qwen3"), **words).faults
+    assert fault.path == "model.overrides.num_hidden_layers"
+
+
 def test_a_difference_that_the_job_asks_for_is_told_and_not_refused():
     architecture = replace(LLAMAS["debug"], rope_theta=5e5, max_position_embeddings=64)
     config = write_config(LLAMAS["debug"], format_of("llama"), dtype="float32")

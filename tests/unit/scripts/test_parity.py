@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from models.registry import FAMILIES, load_spec
-from torchtrain.checkpoint.hf_export import LiveWeights, SideFiles, export_weights
+from torchtrain.checkpoint.hf_export import LiveWeights, export_weights
+from torchtrain.checkpoint.hf_side_files import SideFiles
 from torchtrain.errors import ConfigError
 from torchtrain.hugging_face.model_config import write_config
 from torchtrain.nn.rope import RotaryTable
@@ -45,6 +46,14 @@ def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 
 def test_every_family_has_a_script():
     assert {path.stem for path in SCRIPTS.glob("*.py")} == {*FAMILIES, "compare", "replay"}
+
+
+def test_without_hugging_face_a_script_says_in_a_line_what_to_install(run_script, monkeypatch):
+    monkeypatch.delitem(sys.modules, "compare", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, told = run_script("qwen2")
+    assert code == 2
+    assert told == "error: transformers is not installed; run: .venv/bin/pip install -e '.[test]', or ./run_tests.sh\n"
 
 
 def test_a_family_that_agrees_with_both_oracles_ends_with_0(run_script):
