@@ -105,7 +105,16 @@ def train_and_look(overrides: Sequence[str], *, looks: bool) -> tuple[list[float
     if looks:
         batch = make_global_batch(7, 4, parts.job.training.seq_len)
         shares = split_batch(batch, parts.meshes.dp_rank, parts.topology.dp_size, 4 // parts.topology.dp_size)
-        report = evaluate(1, parts.model.module, loop, shares, meshes=parts.meshes, source_names=("made_up",))
+        report = evaluate(
+            1,
+            parts.model.module,
+            loop,
+            shares,
+            meshes=parts.meshes,
+            source_names=("made_up",),
+            should_stop=lambda: False,
+        )
+        assert report is not None
         totals = [report.loss, float(report.tokens)]
         # A save may come next, and a stage that is not the whole model does not shard itself when asked for its state.
         expected = {DTensor if parts.topology.has_fsdp_domain else Tensor}
@@ -122,6 +131,7 @@ def train_and_look(overrides: Sequence[str], *, looks: bool) -> tuple[list[float
             max_context=8,
             seed=0,
             device=parts.meshes.device,
+            should_stop=lambda: False,
         )
         assert {type(parameter.data) for parameter in parts.model.module.parameters()} == expected
     return scalars + parts.train(2), totals, logits

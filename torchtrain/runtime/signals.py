@@ -69,7 +69,7 @@ class StopSignal:
             return
         if self.received is None:
             self.received = signal.Signals(signum)
-            self._say(self.received, "saving and leaving after this step")
+            self._say(self.received, "saving and leaving after this step, or this batch of an evaluation")
         if signum == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -49,6 +49,7 @@ from torchtrain.trainer.preflight import describe_config_differences
 from torchtrain.trainer.run import CHECKPOINTS_FOLDER, RankModel, Run, build_model
 from torchtrain.trainer.sampling import sample
 from torchtrain.trainer.step import TrainStep
+from torchtrain.trainer.stopping import ShouldStop, is_any_rank_told_to_stop
 from torchtrain.trainer.trainer import Instruments, Progress, Trainer
 
 logger = get_logger(__name__)
@@ -164,17 +165,18 @@ def _execute(
         stop_signal=stop_signal,
         data_order=describe_data_order(job, tokenizer),
     )
+    should_stop = partial(is_any_rank_told_to_stop, stop_signal)
     is_resumed = trainer.resume()
     with _instruments(run, rank_model, resume_step=trainer.progress.step if is_resumed else None) as instruments:
         is_finished = trainer.run(
             open_loader=partial(_open_train_loader, run, dataset),
-            evaluate=_evaluator(run, model, forward_backward, dataset),
+            evaluate=_evaluator(run, model, forward_backward, dataset, should_stop),
             instruments=instruments,
         )
         if is_finished:
-            _show_sample(run, model, forward_backward, tokenizer, instruments.metrics)
-            if job.checkpoint.export_hf:
-                export_model(run, model, optimizer, tokenizer)
+            is_finished = _show_sample(run, model, forward_backward, tokenizer, instruments.metrics, should_stop)
+        if is_finished and job.checkpoint.export_hf:
+            is_finished = _export(run, model, optimizer, tokenizer, should_stop)
     _say_where(run)
     return EXIT_FINISHED if is_finished else EXIT_STOPPED_BY_SIGNAL
 
@@ -192,8 +194,8 @@ def _open_train_loader(run: Run, dataset: SequenceDataset, progress: Progress) -
 
 
 def _evaluator(
-    run: Run, model: nn.Module, forward_backward: ForwardBackward, dataset: SequenceDataset
-) -> Callable[[int], EvalReport] | None:
+    run: Run, model: nn.Module, forward_backward: ForwardBackward, dataset: SequenceDataset, should_stop: ShouldStop
+) -> Callable[[int], EvalReport | None] | None:
     if run.job.task.eval_interval == 0:
         return None
     batches = build_eval_loader(
@@ -210,6 +212,7 @@ def _evaluator(
         batches,
         meshes=run.meshes,
         source_names=dataset.source_names,
+        should_stop=should_stop,
     )
 
 
@@ -246,11 +249,17 @@ def _instruments(run: Run, model: RankModel, *, resume_step: int | None) -> Gene
 
 
 def _show_sample(
-    run: Run, model: nn.Module, forward_backward: ForwardBackward, tokenizer: Tokenizer, metrics: MetricsLogger
-) -> None:
+    run: Run,
+    model: nn.Module,
+    forward_backward: ForwardBackward,
+    tokenizer: Tokenizer,
+    metrics: MetricsLogger,
+    should_stop: ShouldStop,
+) -> bool:
+    """Show one, where the job asks for it; False where a signal came first."""
     task = run.job.task
     if task.sample_prompt is None:
-        return
+        return True
     text = sample(
         model,
         forward_backward,
@@ -262,9 +271,25 @@ def _show_sample(
         max_context=run.job.training.seq_len,
         seed=run.job.training.seed,
         device=run.device,
+        should_stop=should_stop,
     )
+    if text is None:
+        logger.warning("stop signal: training is done, its sample is left out")
+        return False
     metrics.log_text("sample", text)
     logger.info(f"sampled continuation:\n{text}")
+    return True
+
+
+def _export(
+    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, should_stop: ShouldStop
+) -> bool:
+    """Write the Hugging Face folder; False where a signal came first."""
+    if should_stop():
+        logger.warning("stop signal: training is done, its export is left out")
+        return False
+    export_model(run, model, optimizer, tokenizer)
+    return True
 
 
 def _say_where(run: Run) -> None:

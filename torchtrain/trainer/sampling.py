@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torchtrain.data.tokenizer import Tokenizer
 from torchtrain.trainer.forward_backward import ForwardBackward
+from torchtrain.trainer.stopping import ShouldStop
 
 
 def sample(
@@ -22,8 +23,12 @@ def sample(
     max_context: int,
     seed: int,
     device: torch.device,
-) -> str:
+    should_stop: ShouldStop,
+) -> str | None:
     """Continue ``prompt`` by ``num_tokens`` tokens, or until the end of a document.
+
+    Returns:
+        None where a signal cut it short, which is looked for before every token.
 
     Every rank computes, because forward passes of a sharded model are collective. Rank 0 draws for all: logits of
     another rank may differ in their last bit, and its next window would be another one.
@@ -36,8 +41,12 @@ def sample(
     if not ids:
         # Nothing to continue: after the end of one document begins another.
         ids = beginning = [0 if tokenizer.eos_id is None else tokenizer.eos_id]
+    is_whole = True
     model.eval()
     for _ in range(num_tokens):
+        if should_stop():
+            is_whole = False
+            break
         logits_V = forward_backward.next_token_logits(ids[-max_context:])[: tokenizer.vocab_size]
         drawn = _draw(logits_V.float().cpu(), temperature, generator).to(device)
         dist.broadcast(drawn, src=0)
@@ -47,7 +56,7 @@ def sample(
         ids = [*ids, next_id]
     forward_backward.end_forwards()
     model.train()
-    return tokenizer.decode(ids[len(beginning) :])
+    return tokenizer.decode(ids[len(beginning) :]) if is_whole else None
 
 
 def _begin_document(tokenizer: Tokenizer, *, add_bos: bool) -> list[int]:

@@ -119,25 +119,31 @@ class Trainer:
         if self._scaler and state.get("loss_scaler"):
             self._scaler.load_state_dict(state["loss_scaler"])
         logger.info(f"resumed after step {self.progress.step}, {self.progress.tokens_seen} tokens seen")
+        if self.progress.step >= self._job.training.steps:
+            logger.warning(
+                f"NOTHING TO TRAIN: the checkpoint is of step {self.progress.step}, and training.steps = "
+                f"{self._job.training.steps} counts from the run's first step; to train on, raise it, as in "
+                f"--training.steps={2 * self.progress.step}"
+            )
         return True
 
     def run(
         self,
         *,
         open_loader: Callable[[Progress], Iterable[Batch]],
-        evaluate: Callable[[int], EvalReport] | None,
+        evaluate: Callable[[int], EvalReport | None] | None,
         instruments: Instruments,
     ) -> bool:
         """Train to the last step.
 
         Args:
             open_loader: Where the run stands to the stream of this rank's micro-batches from there on.
-            evaluate: Step to a report on held-out sequences, a collective of the whole world; None where the job
-                evaluates nothing.
+            evaluate: Step to a report on held-out sequences, or to None where a signal cut that short, a collective of
+                the whole world; None where the job evaluates nothing.
             instruments: What watches the run.
 
         Returns:
-            False when a signal stopped the run early; its state is saved then.
+            False when a signal stopped the run early, or its last evaluation; its state is saved then.
 
         Raises:
             NonFiniteError: A step went wrong; the save that was under way is whole.
@@ -156,7 +162,7 @@ class Trainer:
     def _train(
         self,
         open_loader: Callable[[Progress], Iterable[Batch]],
-        evaluate: Callable[[int], EvalReport] | None,
+        evaluate: Callable[[int], EvalReport | None] | None,
         instruments: Instruments,
     ) -> bool:
         training = self._job.training
@@ -172,13 +178,14 @@ class Trainer:
                 arguments = (micro_batches, num_valid_tokens, started, data_wait_s, instruments)
                 report = None if should_stop else self._one_step(*arguments)
             if report is None:
-                logger.warning(f"stop signal: saving after step {self.progress.step} and leaving")
-                self._save(must_succeed=True)
-                self._checkpointer.wait()
-                return False
+                return self._leave()
             instruments.metrics.log_step(report)
             if evaluate is not None and self._is_due(self._job.task.eval_interval, also_last=True):
-                instruments.metrics.log_eval(evaluate(self.progress.step))
+                evaluation = evaluate(self.progress.step)
+                if evaluation is None:
+                    logger.warning(f"stop signal: the evaluation after step {self.progress.step} is left out")
+                    return self._leave()
+                instruments.metrics.log_eval(evaluation)
             if self._is_due(self._job.checkpoint.interval, also_last=self._job.checkpoint.save_final):
                 self._save(must_succeed=self.progress.step == training.steps)
             # Last, so that a trace which begins with the next step holds nothing of this one.
@@ -189,6 +196,12 @@ class Trainer:
         else:
             self._settle_save()
         return True
+
+    def _leave(self) -> bool:
+        logger.warning(f"stop signal: saving after step {self.progress.step} and leaving")
+        self._save(must_succeed=True)
+        self._checkpointer.wait()
+        return False
 
     def _read(self, batches: Iterator[Batch], number: int) -> list[Batch]:
         """The micro-batches of the coming step; fewer once a signal has come, after which none is trained on."""
