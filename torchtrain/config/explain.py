@@ -64,6 +64,10 @@ def _explain_missing(detail: Any) -> Fault:
 
 
 def _choose(value: object, names: list[str]) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool) and all(map(str.isdecimal, names)):
+        sizes = sorted(map(int, names))
+        below, above = [size for size in sizes if size < value][-1:], [size for size in sizes if size > value][:1]
+        return f"use {' or '.join(map(str, (*below, *above)))}"
     if not isinstance(value, str):
         return f"use for example {names[0]}"
     nearest = _SHORT_DTYPES.get(value) or nearest_name(value, names)

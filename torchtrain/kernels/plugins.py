@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchtrain.config.kernels import KernelConfig
-from torchtrain.config.nearest import did_you_mean
+from torchtrain.config.nearest import did_you_mean, nearest_name
 from torchtrain.errors import Fault
 
 AUTO = "auto"
@@ -74,10 +74,13 @@ def find_kernel_faults(config: KernelConfig, device: str) -> list[Fault]:
 
 def _name_faults(config: KernelConfig) -> Iterator[Fault]:
     known, names = (AUTO, *PLUGINS), split_names(config.name)
+    by_word = {**{name: name for name in known}, **{plugin.module: plugin.name for plugin in PLUGINS.values()}}
     for name in names:
         if name not in known:
-            rule = f"must name kernel plugins, of which there are {', '.join(known)}; not {name!r}"
-            yield Fault("kernel_config.name", config.name, rule, did_you_mean(name, known))
+            which = f", not {name!r}" if len(names) > 1 else ""
+            meant = nearest_name(name, by_word)
+            fix = did_you_mean(name if meant is None else by_word[meant], known)
+            yield Fault("kernel_config.name", config.name, f"must name kernel plugins{which}", fix)
     if len(set(names)) < len(names):
         yield Fault("kernel_config.name", config.name, "must name each plugin once", "remove the second mention")
 
@@ -116,6 +119,8 @@ def _plugin_faults(config: KernelConfig, device: str) -> Iterator[Fault]:
             there = [AUTO, *(p.name for p in PLUGINS.values() if p.is_installed and device in (AUTO, *p.devices))]
             rule = f"cannot be had: {'; '.join(wrongs)}; there is {', '.join(there)}"
             fix = (
-                "use auto" if plugin.is_installed else f'use auto, or on CUDA: pip install "torchtrain[{plugin.name}]"'
+                "use auto"
+                if plugin.is_installed
+                else f"use auto, or on CUDA: .venv/bin/pip install -e '.[{plugin.name}]'"
             )
             yield Fault("kernel_config.name", config.name, rule, fix)

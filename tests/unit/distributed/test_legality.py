@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from models.registry import resolve_architecture
+from models.registry import resolve_architecture, unsupported_techniques
 from torchtrain.config.load import read_job
 from torchtrain.distributed.legality import find_legality_faults, find_model_warnings, techniques_in_use
 from torchtrain.errors import Fault
@@ -25,6 +25,14 @@ def test_what_a_family_cannot_do_is_refused_by_name_with_the_reason() -> None:
     (fault,) = faults_of("accelerator.pp_size=2", pipeline_parallel="its layers are one")
     assert fault.path == "accelerator.pp_size"
     assert "pipeline parallel is not possible with llama: its layers are one" in fault.rule
+
+
+def test_delta_nets_outside_of_ulysses_are_refused_with_the_two_ways_out() -> None:
+    job = read_job(None, ["accelerator={cp_size: 2, cp_mode: ring}", "model.name=qwen3_5_moe"]).job
+    architecture = resolve_architecture("qwen3_5_moe", "debug", {})
+    unsupported = unsupported_techniques("qwen3_5_moe")
+    (fault,) = find_legality_faults(architecture, job, family="qwen3_5_moe", unsupported=unsupported)
+    assert fault.fix == "set accelerator.cp_mode: ulysses, or accelerator.cp_size: 1"
 
 
 def test_a_technique_that_is_not_in_use_is_not_held_against_a_job() -> None:

@@ -43,7 +43,7 @@ def test_the_catalogue_and_the_registry_name_the_same_ops_and_backends():
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"name": "auto, flash-linear-atention"}, ("there are auto, flash-linear-attention, liger-kernel",)),
+        ({"name": "auto, flash-linear-atention"}, ("must name kernel plugins, not 'flash-linear-atention'",)),
         ({"name": "auto,auto"}, ("once",)),
         ({"include_kernels": "rms_norm"}, ("names none but auto",)),
         ({"name": FLA, "include_kernels": "chunk_delta"}, ("'chunk_delta'", *OPS)),
@@ -56,6 +56,26 @@ def test_the_catalogue_and_the_registry_name_the_same_ops_and_backends():
 )
 def test_names_of_nothing_are_refused_with_what_there_is(section, words):
     assert any(all(word in rule for word in words) for rule in rules(**section)), rules(**section)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("triton", "'triton': must name kernel plugins; use one of auto, flash-linear-attention, liger-kernel"),
+        ("fla", 'did you mean "flash-linear-attention"?'),
+        ("liger", 'did you mean "liger-kernel"?'),
+        ("auto, flash-linear-atention", 'did you mean "flash-linear-attention"?'),
+    ],
+)
+def test_what_a_plugin_is_called_elsewhere_leads_to_its_name(name, said):
+    (fault,) = find_kernel_faults(KernelConfig(name=name), "auto")
+    assert str(fault).endswith(said)
+
+
+@needs_absence
+def test_a_plugin_that_is_missing_is_installed_into_this_clone():
+    (fault,) = find_kernel_faults(KernelConfig(name=FLA), "auto")
+    assert fault.fix == f"use auto, or on CUDA: .venv/bin/pip install -e '.[{FLA}]'"
 
 
 @needs_absence
