@@ -116,7 +116,7 @@ def compare_config(
             rule = f"must be of the weights' sizes: {len(sizes)} differ from {where}"
             fix = "no preset has them: set each as below"
             if fitting:
-                fix = f"set model.preset: {' or '.join(fitting)}, which has them all; then nothing of model.overrides"
+                fix = f"set model.preset: {' or '.join(fitting)}, which has them all and mends what follows"
             faults.insert(0, Fault("model.preset", preset, rule, fix))
     return ConfigComparison(tuple(faults), tuple(notes))
 
@@ -149,13 +149,22 @@ def read_fields(config: Mapping[str, Any], config_format: ConfigFormat) -> dict[
     fields.setdefault("num_key_value_heads", fields.get("num_attention_heads"))
     if not fields.get("head_dim") and fields.get("num_attention_heads"):
         fields["head_dim"] = fields.get("hidden_size", 0) // fields["num_attention_heads"]
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _read_rope(config)
     fields["rope_theta"] = rope.get("rope_theta", fields.get("rope_theta"))
     fields |= {name: rope[name] for name in _ROPE_FIELDS if name in rope}
     kind = rope.get("rope_type", rope.get("type", "default"))
     rest = {name: value for name, value in rope.items() if name not in _ROPE_WORDS}
     fields["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **rest}
     return fields
+
+
+def _read_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    # Files may have both; Hugging Face takes the older word first, by which people switch YaRN on.
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = config.get(name)
+        if rope:
+            return rope if isinstance(rope, Mapping) else {"rope_type": repr(rope)}
+    return {}
 
 
 def read_overrides(config: Mapping[str, Any], config_format: ConfigFormat, known: Collection[str]) -> dict[str, Any]:
