@@ -82,20 +82,29 @@ class LiveWeights:
 
 
 def find_target_faults(folder: Path, key: str) -> Iterator[Fault]:
-    """Say why an export may not take a folder's place: it holds what no export writes.
+    """Say why an export may not take a folder's place, or those that it needs beside it: they hold what none writes.
 
     Args:
         folder: Where an export is to go.
         key: What names it, for the message.
     """
-    if not folder.exists():
-        return
+    for place in (folder, layout.partial_path(folder), layout.replaced_path(folder)):
+        if foreign := _foreign_names(place, may_be_link=place == folder):
+            rule = f"must be new or hold an earlier export, which is replaced: there is {', '.join(foreign[:4])}"
+            yield Fault(key, str(place), rule, "move that elsewhere, or name another folder")
+
+
+def _foreign_names(place: Path, *, may_be_link: bool) -> list[str]:
+    if place.is_symlink() and not (may_be_link and place.is_dir()):
+        return [place.name]
+    if not place.is_dir():
+        return [place.name] if place.exists() else []
     known = {CONFIG_FILE, INDEX_FILE, *SIDE_FILES}
-    held = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else [folder.name]
-    foreign = [name for name in held if name not in known and not _WEIGHT_FILE.fullmatch(name)]
-    if foreign:
-        rule = f"must be new or hold an earlier export, which is replaced: there is {', '.join(foreign[:4])}"
-        yield Fault(key, str(folder), rule, "move that elsewhere, or name another folder")
+    return sorted(
+        held.name
+        for held in place.iterdir()
+        if not held.is_file() or (held.name not in known and not _WEIGHT_FILE.fullmatch(held.name))
+    )
 
 
 def export_weights(
@@ -179,12 +188,10 @@ def _pieces(wholes: Mapping[str, tuple[Shape, torch.dtype]], weight_map: WeightM
 
 
 def _begin(folder: Path, plan: FilesPlan) -> None:
-    partial = layout.partial_path(folder)
-    for place in (folder, partial, layout.replaced_path(folder)):
-        for fault in find_target_faults(place, "the folder"):
-            raise SaveError(str(fault))
+    for fault in find_target_faults(folder, "the folder"):
+        raise SaveError(str(fault))
     layout.clear_leftovers_of(folder)
-    create_files(partial, plan)
+    create_files(layout.partial_path(folder), plan)
 
 
 def _write_share(

@@ -157,7 +157,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise WeightsError([Fault(str(file), None, "must be there, beside the weights", "fetch it")]) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         rule = f"must be JSON, and cannot be read: {error}"
         raise WeightsError([Fault(str(file), None, rule, "fetch it again")]) from error
     if not isinstance(content, dict):

@@ -44,6 +44,13 @@ def test_a_folder_that_holds_anything_else_is_left_as_it_is(tmp_path: Path, plac
     assert [found.name for found in tmp_path.iterdir()] == [place]
 
 
+def test_a_folder_by_the_name_of_a_file_is_not_an_export_s(tmp_path: Path) -> None:
+    (tmp_path / "hf" / "config.json").mkdir(parents=True)
+    (tmp_path / "hf.partial").symlink_to(tmp_path / "nowhere")
+    faults = find_target_faults(tmp_path / "hf", "target")
+    assert [fault.rule.rpartition("there is ")[2] for fault in faults] == ["config.json", "hf.partial"]
+
+
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "hf").write_text("mine")
     (fault,) = find_target_faults(tmp_path / "hf", "target")

@@ -133,6 +133,15 @@ def test_rotary_scaling_that_a_family_lacks_is_refused():
     assert fault.path == "config.json: rope_scaling"
 
 
+@pytest.mark.parametrize("rope_scaling", [{"rope_type": "yarn", "factor": 4.0}, [1]])
+def test_the_older_word_for_rotary_settings_goes_first_as_in_hugging_face(rope_scaling: object) -> None:
+    architecture = resolve_architecture("qwen3", "debug", {})
+    config = write_config(architecture, format_of("qwen3"), dtype="float32")
+    assert config["rope_parameters"]["rope_type"] == "default"
+    (fault,) = compare({**config, "rope_scaling": rope_scaling}, architecture, "qwen3").faults
+    assert fault.path == "config.json: rope_scaling"
+
+
 def test_token_ids_of_the_source_are_kept():
     source = {"bos_token_id": 1, "eos_token_id": [2, 3], "vocab_size": 9}
     written = write_config(LLAMAS["debug"], format_of("llama"), dtype="float32", source=source)
