@@ -88,7 +88,7 @@ def start(folder: Path, *overrides: str, world_size: int = 1) -> Training:
 
 
 def train_each(
-    folder: Path, jobs: Sequence[list[str]], *, world_size: int = 1, timeout_s: float = 120.0
+    folder: Path, jobs: Sequence[list[str]], *, world_size: int = 1, timeout_s: float = 280.0
 ) -> tuple[list[int | None], str]:
     """Train whole jobs one after the other on the same ranks, until one fails: to start ranks for each takes longer.
 

@@ -36,7 +36,7 @@ def test_the_debug_job_trains_to_the_losses_of_one_rank(tmp_path: Path) -> None:
     codes, said = train_each(tmp_path, [job(tmp_path / "one")])
     assert codes == [0], said
     jobs = [job(tmp_path / name, *overrides) for name, overrides in ON_FOUR_RANKS.items()]
-    codes, said = train_each(tmp_path, jobs, world_size=4, timeout_s=300.0)
+    codes, said = train_each(tmp_path, jobs, world_size=4)
     assert codes == [0] * 4, said
     alone = losses(tmp_path / "one")
     assert len(alone) == 3

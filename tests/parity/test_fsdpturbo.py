@@ -82,6 +82,8 @@ def leave_experts_unwrapped(overrides: tuple[str, ...]) -> Outcome:
     manager.set_sum_reduction = lambda module, divisor: _sum_over(module, size)
     accumulate, plan = step.TrainStep._accumulate, parallelize.plan_fsdpturbo
     step.TrainStep._accumulate = lambda self, batches, tokens: accumulate(self, batches, tokens / size)
+    balance = step.set_auxiliary_loss_factor
+    step.set_auxiliary_loss_factor = lambda model, factor: balance(model, factor * size)
     parallelize.apply_fsdpturbo = lambda model, *_: model
     parallelize.plan_fsdpturbo = lambda *args, **kwargs: _ignore_experts(args[0], plan(*args, **kwargs))
     return train_on_this_rank(overrides)
